@@ -34,6 +34,26 @@ def test_a_name_has_the_parameters_of_its_card(name, total, active):
     assert served.active_parameters / 1e9 == pytest.approx(active, rel=0.16)
 
 
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        ("meta-llama/Llama-3.1-405B-Instruct-FP8", "fp8"),
+        ("nvidia/DeepSeek-V3.1-NVFP4", "fp4"),
+        ("Qwen/Qwen2.5-72B-Instruct-AWQ", "int4"),
+        ("RedHatAI/Llama-3-8B-Instruct-FP8-dynamic", "fp8"),
+        ("meta-llama/Llama-3.1-8B-Instruct", None),
+        ("deepseek-ai/DeepSeek-R1", "fp8"),  # published in fp8 alone
+        ("unsloth/DeepSeek-V3-bf16", None),
+    ],
+)
+def test_a_name_tells_the_format_of_its_weights(name, stored) -> None:
+    assert read_served_model(name).weights == stored
+    report = estimate_serving(name, on="b200", tp=8)
+    assert report.deployment.weights == (stored or "bf16")
+    assert any(f"{stored} weights" in note for note in report.notes) == bool(stored)
+    assert estimate_serving(name, on="b200", tp=8, dtype="int8").deployment.weights == "int8"
+
+
 def test_every_listed_model_is_read():
     for name in list_models():
         served = read_served_model(name)

@@ -204,7 +204,7 @@ def estimate_serving(
     notes = []
     if dtype is None and served.weights is not None:
         dtype = served.weights
-        notes.append(f"{dtype} weights are taken, as the configuration says (quantization_config)")
+        notes.append(f"{dtype} weights are taken, as the model's name or quantization_config says")
     elif dtype is None:
         dtype = choose_sixteen_bits(device)
         if served.unknown_weights:

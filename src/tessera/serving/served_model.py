@@ -54,7 +54,8 @@ _CONTEXTS = {"llama-3-8b": 8192, "llama-3-70b": 8192}
 
 
 # Formats of weights by the method that a config.json names (quantization_config), if it states no bits or the same.
-_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4", "awq": "int4", "gptq": "int4"}
+_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "awq": "int4", "gptq": "int4"}
+_METHODS |= dict.fromkeys(("fp4", "mxfp4", "nvfp4"), "fp4")
 _INTEGERS = frozenset({"awq", "gptq", "bitsandbytes"})
 # One of so many layers sees all keys, the others the keys of a window; 0: all layers have the window. By model_type,
 # for a config.json without layer_types and sliding_window_pattern, as most are published: what transformers then takes
@@ -211,15 +212,22 @@ def _find_model(name: str) -> tuple[dict[str, Any], str]:
     for word in tried:
         known_as = _SAME.get(word, word)
         if word in _CONTEXTS:
-            return {**models[known_as], "max_position_embeddings": _CONTEXTS[word]}, word
+            return models[known_as] | {"max_position_embeddings": _CONTEXTS[word]} | _read_stored(short), word
         if known_as in models:
-            return models[known_as], known_as
+            return models[known_as] | _read_stored(short), known_as
     known = [*models, *_SAME]
     raise ArgumentError(
         f"the sizes of {name!r} are not known{did_you_mean(tried[-1], known)}",
         why="nothing is downloaded",
         fix=f"give its config.json (hf:config.json), or one of {len(models)} names such as llama-3.1-70b",
     )
+
+
+def _read_stored(name: str) -> dict[str, Any]:
+    """Return what a name says of the format of its weights ("...-instruct-awq"), as a configuration does."""
+    words = name.split("-")
+    method = next((word for word in words if word in _METHODS), None)
+    return {"quantization_config": method and {"quant_method": method}} if method or "bf16" in words else {}
 
 
 def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
