@@ -271,6 +271,16 @@ def test_traces_of_ranks_are_merged_to_a_run(ranks, tmp_path):
     assert set(told["collectives"]["waits_s"]) == {str(r) for r in range(8) if r != 3}
 
 
+def test_a_merged_run_of_kernels_without_operators_has_kernels(ranks, tmp_path):
+    for file in ranks.iterdir():
+        trace = json.loads(file.read_text())
+        trace["traceEvents"] = [event for event in trace["traceEvents"] if event["cat"] != "cpu_op"]
+        file.write_text(json.dumps(trace))
+    invoke(merge, ranks, "-o", tmp_path / "all.tessera")
+    shown = invoke(report, tmp_path / "all.tessera").output
+    assert "every operator" in shown and "no kernels" not in shown
+
+
 def test_lanes_are_those_with_most_time_and_others_are_counted(tmp_path):
     trace = open_recording(write_trace(tmp_path / "t.json", streams=14, kernels=14)).timeline
     view = overview(trace, None, {}, None)

@@ -195,10 +195,11 @@ def answer(recording: Recording) -> Answer:
     stacks = stacks_of(recording, whole.energy_j)
     evidence = RunEvidence.of_recording(recording, table=spent, gaps=gaps, tracing=tracing)
     notes = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
+    traced = is_attributed or len(lines.device_rows) or len(lines.rows("op"))
     return Answer(
         name=name_of(recording),
         device=describe_device(recording),
-        mode=str(facts.mode or ("operators" if is_attributed or len(lines.rows("op")) else "sampling")),
+        mode=str(facts.mode or ("operators" if traced else "sampling")),
         basis=table.basis,
         source=table.source,
         coverage=table.coverage,
