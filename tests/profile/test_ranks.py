@@ -86,6 +86,7 @@ def test_two_exchanges_give_offset_and_drift() -> None:
     assert steady.drift_ppm == 0.0 and steady.error_ns == pytest.approx(2750.0) and not steady.notes
     alone = settle(reading(2.5e6, T0))
     assert "2.5 ms behind" in alone.notes[0]
+    assert "is 100 s ahead" in settle(reading(-100e9, T0)).notes[0]
     assert Offset.from_dict(json.loads(json.dumps(offset.to_dict())) | {"later": 1}) == offset
 
 

@@ -208,7 +208,7 @@ def align(timelines: Sequence[Timeline]) -> list[Offset]:
         if count == 0:
             break
         found[j] = _align_rank(mine[i], mine[j], found[i], ranks[j])
-    alone = "shares no collective with the others: its clock is taken as it is"
+    alone = "shares no collective that ends on all ranks at once (all_reduce ...): its clock is taken as it is"
     return [found.get(i, Offset(rank=ranks[i], notes=(f"rank {ranks[i]} {alone}",))) for i in range(len(timelines))]
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ...clock import boot_id
 from ...errors import MeasurementError
+from ...units import format_duration
 
 ROUNDS = 48
 # With clocks further apart than this, times cannot order the rows of two ranks: a collective takes less.
@@ -200,7 +201,7 @@ def notes(rank: int, offset_ns: float, drift_ppm: float, drift_error_ppm: float)
     fix = "synchronise the hosts (chrony, ntpd or PTP); the merged times are corrected"
     if abs(offset_ns) > UNSYNCHRONISED_NS:
         side = "behind" if offset_ns > 0 else "ahead of"
-        found.append(f"rank {rank}'s host clock is {abs(offset_ns) * 1e-6:.3g} ms {side} rank 0's: {fix}")
+        found.append(f"rank {rank}'s host clock is {format_duration(abs(offset_ns) * 1e-9, 3)} {side} rank 0's: {fix}")
     if abs(drift_ppm) > max(GROWING_PPM, drift_error_ppm):
         found.append(f"rank {rank}'s host clock drifts by {drift_ppm:+.3g} ppm against rank 0's: {fix}")
     return tuple(found)
