@@ -281,6 +281,23 @@ def test_a_merged_run_of_kernels_without_operators_has_kernels(ranks, tmp_path):
     assert "every operator" in shown and "no kernels" not in shown
 
 
+def test_watts_of_boards_that_were_seen_for_different_times_are_their_own(tmp_path):
+    trace = json.loads(write_trace(tmp_path / "t.json", steps=400).read_text())
+    for event in [e for e in trace["traceEvents"] if "device" in e.get("args", {})]:
+        second = {**event, "pid": 1, "args": {**event["args"], "device": 1, "correlation": 0}}
+        trace["traceEvents"].append(second)
+    (tmp_path / "t.json").write_text(json.dumps(trace))
+    rows = ["timestamp,index,power.draw.instant [W]"]
+    for i in range(-20, 60):
+        known = not 5 <= i <= 30  # the first board's sensor is silent for most of the 4 s
+        rows.append(f"{BASE_NS / 1e9 + i / 10:.3f},0,{'300 W' if known else '[N/A]'}")
+        rows.append(f"{BASE_NS / 1e9 + i / 10:.3f},1,200 W")
+    (tmp_path / "power.csv").write_text("\n".join(rows))
+    table = open_recording(tmp_path / "t.json", power=tmp_path / "power.csv").energy()
+    assert 0.5 < table.coverage < 0.9
+    assert table.energy_j / (table.time_s * table.coverage) == pytest.approx(500, rel=0.01)
+
+
 def test_lanes_are_those_with_most_time_and_others_are_counted(tmp_path):
     trace = open_recording(write_trace(tmp_path / "t.json", streams=14, kernels=14)).timeline
     view = overview(trace, None, {}, None)

@@ -24,7 +24,7 @@ from ..timeline.intervals import Forest, union_by_key
 from ..timeline.link import Links
 from .activity import sum_by_key
 from .repeats import count_calls, count_repeats, cover_operators
-from .share import Share, join_errors, note_fits
+from .share import Share, join_coverage, join_errors, note_fits
 from .table import EnergyRow, EnergyTable, note_overlaps
 
 NO_OP = "(no operator)"
@@ -78,7 +78,7 @@ def table(
         groups=() if on_host else ledger.sum_groups(),
         source="+".join(dict.fromkeys(p.domain.source for p in parts)),
         basis=worst_basis(p.domain.basis for p in parts),
-        coverage=min(p.coverage for p in parts),
+        coverage=join_coverage(parts),
         operators=cover_operators(timeline, parts),
         idle_w=float(sum(i[0] for i in idle)) / idle_s if idle_s > 0 else None,
         notes=[*notes, *note_fits(parts), *note_overlaps(regions)],

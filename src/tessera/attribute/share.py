@@ -196,6 +196,12 @@ def _covariance(watts: Floats, spread_w: float, seconds: Floats, division: HostD
     return fitted + np.diag((LINE_ERROR / Z90 * watts) ** 2 + division.noise_w**2)
 
 
+def join_coverage(parts: Sequence[Share]) -> float:
+    """Return the share of the time that was seen: all joules over the seen seconds are the boards' own watts, added."""
+    least, total_j = min(p.coverage for p in parts), sum(p.joules for p in parts)
+    return total_j / sum(p.joules / p.coverage for p in parts) if least > 0.0 and total_j > 0.0 else least
+
+
 def join_errors(parts: Sequence[Share], errors_j: Sequence[float]) -> float:
     """Return the error of a sum of parts: boards' errors are independent, ranks share the error of one model."""
     on_host = sum(error for p, error in zip(parts, errors_j, strict=True) if p.on_host)

@@ -104,9 +104,9 @@ class EnergyTable:
 
     `time_s` is the traced time. `untraced_j` and `untraced_s` are what the power samples tell of other times: they are
     in no row and not idle, since nobody recorded what ran. `basis` is that of the power samples, `coverage` the share
-    of the time they saw. `operators` is how much of a light run has an operator; None for other runs. `learnt` is what
-    the run has shown of its power sensors. `busy_error_j` is the error of what is not idle; both errors include the
-    sensor's level.
+    of the time they saw, where boards differ weighted by their joules. `operators` is how much of a light run has an
+    operator; None for other runs. `learnt` is what the run has shown of its power sensors. `busy_error_j` is the error
+    of what is not idle; both errors include the sensor's level.
     """
 
     energy_j: float
