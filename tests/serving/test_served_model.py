@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 
 import pytest
 
@@ -59,6 +61,18 @@ def test_every_listed_model_is_read():
         served = read_served_model(name)
         assert served.full_layers > 0
         assert served.cache_bytes(1000, 1, 2.0) > 0
+
+
+@pytest.mark.parametrize("value", ["x", {}, [1], 1.5, math.nan, True, -1, 10**30])
+@pytest.mark.parametrize(
+    "key",
+    ["layer_types", "quantization_config", "sliding_window", "moe_layer_freq", "attn_config", "mlp_only_layers",
+     "attention_chunk_size", "no_rope_layers", "num_hidden_layers", "moe_intermediate_size", "text_config"],
+)  # fmt: skip
+def test_a_damaged_configuration_is_read_or_refused(key, value) -> None:
+    config = list_models()["qwen3-30b-a3b"] | {"attention_chunk_size": 8192}
+    with contextlib.suppress(ArgumentError):
+        assert read_served_model(config | {key: value}).active_parameters > 0
 
 
 def test_an_unknown_name_says_what_to_give():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, TesseraError
 from .training_model import ModelShape
 
 if TYPE_CHECKING:
@@ -102,6 +103,22 @@ def read_config(text: str) -> Mapping[str, Any]:
     return config
 
 
+@contextlib.contextmanager
+def refuse_damaged() -> Iterator[None]:
+    """Raise what a value of another type than its key's causes as an ArgumentError: a configuration is a stranger's."""
+    try:
+        yield
+    except TesseraError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, ArithmeticError) as e:
+        raise ArgumentError(
+            "a value of the configuration is not of the type of its key",
+            why=f"{type(e).__name__}: {e}",
+            fix="compare it with the config.json of a model of that kind",
+        ) from e
+
+
+@refuse_damaged()
 def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     whole, config = config, config.get("text_config") or config  # the language model inside one with vision
     if not isinstance(config, Mapping):

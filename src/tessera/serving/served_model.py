@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..dist.model_shape import read_config, read_model_shape
+from ..dist.model_shape import read_config, read_model_shape, refuse_damaged
 from ..dist.training_model import ModelShape
 from ..errors import ArgumentError, did_you_mean
 
@@ -230,6 +230,7 @@ def _read_stored(name: str) -> dict[str, Any]:
     return {"quantization_config": method and {"quant_method": method}} if method or "bf16" in words else {}
 
 
+@refuse_damaged()
 def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
     text = config.get("text_config") or config
     c: Mapping[str, Any] = text if isinstance(text, Mapping) else text.to_dict()
