@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import pickle
 import re
+from collections.abc import Callable
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tessera
 from tessera import errors
 from tessera.errors import (
     ArgumentError,
@@ -20,8 +25,12 @@ from tessera.errors import (
     SensorPermission,
     TesseraError,
     UnitError,
+    check_positive,
     did_you_mean,
 )
+from tessera.fleet.facility import Facility
+from tessera.fleet.leases import BudgetPolicy, PowerRequest
+from tessera.fleet.scenario import Scenario
 
 CLASSES = {
     name: kind
@@ -147,3 +156,38 @@ def test_did_you_mean(word, known, answer):
 
 def test_did_you_mean_takes_any_iterable():
     assert did_you_mean("nvlm", (k for k in ("nvml",))) == "; did you mean 'nvml'?"
+
+
+WRONG_TYPES: dict[str, Callable[[], object]] = {
+    "budget_s='2min'": lambda: tessera.schedule(policy="energy", budget_s="2min"),
+    "budget_s=None": lambda: tessera.schedule(policy="energy", budget_s=None),
+    "dvfs=200": lambda: tessera.schedule(dvfs=200),
+    "sample_interval_ms='5ms'": lambda: tessera.profile.session(sample_interval_ms="5ms"),
+    "limit_s='1s'": lambda: tessera.profile.session(limit_s="1s"),
+    "interval_ms='5ms'": lambda: tessera.monitor.power_trace(interval_ms="5ms"),
+    "target='2%'": lambda: tessera.EnergyBenchmark(target="2%"),
+    "budget_s='5s'": lambda: tessera.EnergyBenchmark(budget_s="5s"),
+    "min_s='1s'": lambda: tessera.EnergyBenchmark(min_s="1s"),
+    "sample='x'": lambda: tessera.EnergyBenchmark().measure(samples="x"),
+    "cap_w='20kW'": lambda: BudgetPolicy(cap_w="20kW"),
+    "watts['n1']='2kW'": lambda: PowerRequest(job="a", watts={"n1": "2kW"}),
+    "duration_s='5s'": lambda: Scenario(facility=Facility(), duration_s="5s"),
+}
+
+
+@pytest.mark.parametrize("named", WRONG_TYPES)
+def test_text_where_a_number_is_needed_is_an_error_that_names_the_argument(named):
+    with pytest.raises(ArgumentError) as caught:
+        WRONG_TYPES[named]()
+    assert caught.value.what.startswith(named)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "5", None, 1j])
+def test_what_is_not_a_positive_number(value):
+    with pytest.raises(ArgumentError, match=r"^x="):
+        check_positive("x", value)
+
+
+@pytest.mark.parametrize("value", [1, 1e-9, Fraction(1, 3), np.float32(2.0), np.int64(3)])
+def test_what_is_a_positive_number(value):
+    check_positive("x", value)

@@ -35,12 +35,14 @@ and a test can check that all three are there.
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 
 class TesseraError(Exception):
@@ -221,6 +223,22 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     if value not in words:
         near = did_you_mean(value, words) if isinstance(value, str) else ""
         raise ArgumentError(f"{name}={value!r} is not known{near}", fix=f"one of: {', '.join(words)}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a real number (numpy's too) and not a bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is an integer (numpy's too) and not a bool."""
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+
+
+def check_positive(name: str, value: object, *, fix: str | None = None) -> None:
+    """Raise ArgumentError if a value is not a finite number above 0; text is none, whatever it says."""
+    if not (is_number(value) and 0 < value < math.inf):
+        raise ArgumentError(f"{name}={value!r} is not a positive number", fix=fix)
 
 
 def _common_prefix(one: str, two: str) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from .advice import Advice as Advice
 from .device import Device as Device
 from .energy_diff import EnergyDiff as EnergyDiff
-from .errors import ArgumentError
+from .errors import ArgumentError, check_positive
 from .power_event import PowerEvent as PowerEvent
 from .units import format_duration, format_energy_error, format_power
 
@@ -242,8 +242,7 @@ def works(named: Mapping[str, float | None], work: float | None, unit: str | Non
         raise ArgumentError(f"the work in {unit!r} is given twice", fix="give it once, or in another unit")
     given = {k: v for k, v in {**named, unit or "unit": work}.items() if v is not None}
     for name, amount in given.items():
-        if not 0 < amount < math.inf:
-            raise ArgumentError(f"the work must be a positive number: {name}={amount!r}", fix="give an amount above 0")
+        check_positive(name, amount, fix="the amount of work")
     return {name: Work(amount=float(amount), unit=name) for name, amount in given.items()}
 
 

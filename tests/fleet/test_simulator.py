@@ -518,7 +518,7 @@ SHAPE = {"period": "2s", "duty": 0.5, "high": "600W", "low": "100W"}
         ({"jobs": [{"gpus": 8, "shape": {"period": "2x", "duty": 0.5, "high": "1W", "low": "1W"}}]}, "unknown unit"),
         ({"faults": [{"at": "1s", "kind": "node_gone", "place": "row1"}]}, "did you mean 'node_lost'"),
         ({"faults": [{"at": "1s", "kind": "node_lost", "place": "row9/rack1/node1"}]}, "no place 'row9/rack1/node1'"),
-        ({"duration": "0s"}, "from 0 s to"),
+        ({"duration": "0s"}, "duration_s=0.0 is not a positive number"),
         ({"duration": 60}, "the file.duration.*has no unit"),
         ({"rows": {"cooling": 160}}, "rows.cooling.*has no unit"),
         ({"rows": {"supply": 22}}, "rows.supply.*has no unit"),

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..errors import ArgumentError, MeasurementError, TesseraError
+from ..errors import ArgumentError, MeasurementError, TesseraError, check_positive
 from ..record import ON_DEVICE
 from ..recording import Recording
 from ..schema import DeviceId, PowerEvent, Telemetry
@@ -148,8 +148,8 @@ def correlate(
     `events` None: those of the live trace. All times are epoch nanoseconds.
     """
     for name, value in (("threshold_w", threshold_w), ("rise_w_per_s", rise_w_per_s), ("within_s", within_s)):
-        if value is not None and not value > 0:
-            raise ArgumentError(f"{name}={value!r} is not positive", fix=f"leave {name} out, or give a positive number")
+        if value is not None:
+            check_positive(name, value, fix=f"leave {name} out, or give a positive number")
     domain = domain or find_only_gpu(power)
     rows, notes = select_rows(timeline, domain)
     curve = make_curve(power, domain, int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max()))

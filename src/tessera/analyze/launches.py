@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import check_positive
 from ..profile.open_recording import Progress, open_recording
 from ..timeline import Timeline, stream_names
 from ..timeline.columns import NONE, Ints
@@ -45,8 +45,7 @@ def launches(trace: Any, *, power: Any = None, short_s: float = SHORT_S, progres
 
     >>> analyze.launches("trace.json.gz").facts["short_pct"]
     """
-    if not short_s > 0:
-        raise ArgumentError(f"short_s={short_s!r} is not a time", fix="e.g. short_s=10e-6")
+    check_positive("short_s", short_s, fix="seconds, such as short_s=10e-6")
     recording = open_recording(trace, power=power, progress=progress)
     timeline = recording.timeline
     rows = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import ArgumentError, check_choice
+from ..errors import ArgumentError, check_choice, check_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,7 @@ class Breaker:
         if self.phases not in (1, 3):
             raise ArgumentError(f"a breaker has 1 or 3 phases, not {self.phases}")
         for name in ("rating_a", "voltage_v", "power_factor"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ArgumentError(f"{name} of a breaker must be above 0")
+            check_positive(name, getattr(self, name))
 
     @property
     def rating_w(self) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_positive
 
 if TYPE_CHECKING:
     from ..policy import RackPowerGovernor
@@ -70,15 +70,14 @@ class BudgetPolicy:
 
     def __post_init__(self) -> None:
         low, high = self.start_jitter_s
-        positive = (self.cap_w, self.lease_s, self.heartbeat_s, self.ageing_s)
-        if not all(math.isfinite(x) and x > 0 for x in positive):
-            raise ArgumentError("cap, lease, heartbeat and ageing of a budget must be above 0")
+        for name in ("cap_w", "lease_s", "heartbeat_s", "ageing_s"):
+            check_positive(name, getattr(self, name))
         if not 0 < self.breaker_margin <= 1 or not 0 < self.near <= 1:
             raise ArgumentError("breaker_margin and near are shares from 0 to 1", fix="breaker_margin=0.8")
         if not 0 <= self.soft_start_s < math.inf or not 0 <= low <= high < math.inf or not 0 <= self.drift < 0.1:
             raise ArgumentError("soft start, jitter and drift of a budget must not be negative")
-        if self.ramp_w_per_s is not None and not self.ramp_w_per_s > 0:
-            raise ArgumentError("ramp_w_per_s must be above 0")
+        if self.ramp_w_per_s is not None:
+            check_positive("ramp_w_per_s", self.ramp_w_per_s)
         if self.lease_s < 3 * self.heartbeat_s:
             raise ArgumentError(
                 f"a lease of {self.lease_s:g} s is too short for a heartbeat every {self.heartbeat_s:g} s",
@@ -121,14 +120,13 @@ class PowerRequest:
     def __post_init__(self) -> None:
         if not self.job or not self.watts:
             raise ArgumentError("a request names a job, and at least one node with its watts")
-        if not all(math.isfinite(w) and w > 0 for w in self.watts.values()):
-            raise ArgumentError(f"the watts of job {self.job!r} must be above 0")
+        for node, power_w in self.watts.items():
+            check_positive(f"watts[{node!r}]", power_w)
         if not 0 <= self.priority < PRIORITIES:
             raise ArgumentError(f"priority={self.priority!r} must be from 0 to {PRIORITIES - 1}")
         if not 0 < self.min_share <= 1:
             raise ArgumentError(f"min_share={self.min_share!r} must be above 0, and 1 at most")
-        if not 0 < self.ttl_s < math.inf:
-            raise ArgumentError(f"ttl_s={self.ttl_s!r} must be above 0 seconds")
+        check_positive("ttl_s", self.ttl_s)
         if self.soft_start_s is not None and not 0 <= self.soft_start_s < math.inf:
             raise ArgumentError(f"soft_start_s={self.soft_start_s!r} must not be negative")
 

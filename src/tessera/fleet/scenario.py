@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_positive
 from ..policy import Policies, load_policies, parse_policies
 from ..units import format_duration, format_power, parse_duration, with_unit
 from .facility import SECTIONS, Facility, read_facility
@@ -39,8 +39,9 @@ class Scenario:
     judge_from_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.duration_s <= MOST_S:
-            raise ArgumentError(f"a simulation takes from 0 s to {MOST_S:g} s, not {self.duration_s:g} s")
+        check_positive("duration_s", self.duration_s)
+        if self.duration_s > MOST_S:
+            raise ArgumentError(f"a simulation takes at most {MOST_S:g} s, not {self.duration_s:g} s")
         for job in self.jobs:
             self._check_wave(job)
         asked = sum(job.gpus for job in self.jobs)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from ..config import Config, load
-from ..errors import ArgumentError, needs_extra
+from ..errors import ArgumentError, check_positive, is_number, needs_extra
 from ..joules import sum_windows
 from ..schema import Basis, Energy, Work, works
 from ..units import J_PER_KWH, format_duration, format_energy_error
@@ -186,14 +186,14 @@ class EnergyBenchmark:
         nodes: int | None = None,
         monitor: Monitor | None = None,
     ) -> None:
-        if not 0 < target < 1:
+        if not (is_number(target) and 0 < target < 1):
             raise ArgumentError(f"target={target!r} is not a relative error", fix="give e.g. target=0.02 for 2%")
+        check_positive("budget_s", budget_s, fix="seconds: budget_s=30")
         min_s = min(2.0, budget_s) if min_s is None else min_s
-        if not 0 < min_s <= budget_s:
-            raise ArgumentError(
-                f"min_s={min_s!r} and budget_s={budget_s!r} leave no time to measure",
-                fix="give 0 < min_s <= budget_s",
-            )
+        check_positive("min_s", min_s, fix="seconds: min_s=2")
+        if min_s > budget_s:
+            what = f"min_s={min_s!r} and budget_s={budget_s!r} leave no time to measure"
+            raise ArgumentError(what, fix="give min_s <= budget_s")
         self.target = target
         self.min_s = min_s
         self.budget_s = budget_s

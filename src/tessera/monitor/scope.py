@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from ..clock import EpochNs
-from ..errors import ArgumentError, MeasurementError
+from ..errors import ArgumentError, MeasurementError, check_positive
 from ..joules import DomainSamples, sum_domains
 from ..schema import Basis, Energy, EnergyReport, Gap, PowerEvent, Telemetry
 from ..trace import PowerTrace
@@ -260,12 +260,9 @@ class LiveTrace(PowerTrace):
     """
 
     def __init__(self, interval_ms: float | None = None, *, monitor: Monitor | None = None) -> None:
-        if interval_ms is not None and not interval_ms > 0:
-            raise ArgumentError(
-                f"interval_ms={interval_ms!r} is not a time",
-                why="a sampling interval is a positive number of milliseconds",
-                fix="leave it out for the sensor's own resolution, or give e.g. interval_ms=20",
-            )
+        if interval_ms is not None:
+            fix = "milliseconds, such as interval_ms=20, or leave it out for the sensor's own resolution"
+            check_positive("interval_ms", interval_ms, fix=fix)
         super().__init__({}, start_ns=0, end_ns=0, asked_ms=interval_ms)
         self._given = monitor
         self._monitor: Monitor | None = None

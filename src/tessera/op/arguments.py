@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer
 from ..stream import Stream
 from ..stream import on as stream_on
 
@@ -189,16 +189,6 @@ def _has_no_fraction(value: Any) -> bool:
         return bool(value == int(value))
     except (TypeError, ValueError, OverflowError, RuntimeError):  # complex, NaN, infinite
         return False
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a real number and not a bool."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer (numpy's too) and not a bool."""
-    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def to_pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:

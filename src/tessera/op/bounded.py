@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ToleranceError
+from ..errors import ToleranceError, is_number
 from . import casting, error_bounds, lowprec
-from .arguments import HALVES, is_number
+from .arguments import HALVES
 from .casting import FULL
 from .dispatch import READS_VALUES, has_no_values, is_unobserved, make_differentiable, needs_gradient
 from .product_cost import PricedPrecision, order_candidates

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ..errors import ArgumentError, check_choice
+from ..errors import ArgumentError, check_choice, is_integer
 from ..stream import Stream
 from ..stream import on as stream_on
 from .arguments import (
@@ -27,7 +27,6 @@ from .arguments import (
     check_tensors,
     format_shape,
     is_autocast,
-    is_integer,
     shape_error,
     without_autocast,
 )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812 - as torch's own documents write it
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer
 from ..stream import Stream
 from . import arguments
 from .dispatch import in_transform
@@ -125,7 +125,7 @@ def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None =
     """
     if not _on_one_device(x):
         arguments.check_tensors("softmax", floating=dtype is None, real=True, x=x)
-    if not (arguments.is_integer(dim) and -max(x.ndim, 1) <= dim < max(x.ndim, 1)):
+    if not (is_integer(dim) and -max(x.ndim, 1) <= dim < max(x.ndim, 1)):
         raise ArgumentError(
             f"op.softmax: dim={dim}",
             why=f"x is {arguments.format_shape(x)}",

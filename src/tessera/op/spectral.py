@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import HALVES, check_convolution, check_tensors, format_shape, is_integer, to_pair
+from .arguments import HALVES, check_convolution, check_tensors, format_shape, to_pair
 
 if TYPE_CHECKING:
     from ..device import Device

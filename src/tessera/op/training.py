@@ -34,9 +34,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer
 from . import hints, lowprec
-from .arguments import is_integer
 from .casting import FULL, PRECISIONS, unknown_precision
 
 _TENSOR_PRODUCTS = {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm}

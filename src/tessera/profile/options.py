@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, check_positive, did_you_mean
 
 Activity = Literal["cpu", "gpu", "memcpy", "collective", "power", "stack", "memory"]
 Mode = Literal["light", "operators", "sampling", "summary"]
@@ -69,12 +69,7 @@ class SessionOptions:
         _check_word(self.mode, MODES, "mode")
         for activity in self.activities or ():
             _check_word(activity, ACTIVITIES, "activity")
-        if not self.interval_ms > 0:
-            raise ArgumentError(
-                f"sample_interval_ms={self.sample_interval_ms!r} is not a time",
-                why="an interval is a positive number of milliseconds",
-                fix="leave it out for 10 ms",
-            )
+        check_positive("sample_interval_ms", self.interval_ms, fix="milliseconds, or leave it out for 10")
         if self.interval_ms < 1:
             warnings.warn(
                 f"sample_interval_ms={self.interval_ms:g}: stacks more than a thousand times per second slow "
@@ -82,9 +77,8 @@ class SessionOptions:
                 stacklevel=4,  # the caller of profile.session
             )
         for name in ("flush_s", "limit_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ArgumentError(f"{name}={value!r} is not a time", fix="a positive number of seconds, or None")
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name), fix="seconds, or None")
 
     @property
     def interval_ms(self) -> float:

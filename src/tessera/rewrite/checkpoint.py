@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..device import Device
-from ..errors import ArgumentError, CaptureError, DoesNotFit, RewriteError, did_you_mean
+from ..errors import ArgumentError, CaptureError, DoesNotFit, RewriteError, check_positive, did_you_mean
 from ..graph.rewrites import Rewrite
 from ..hardware import identify_board, lookup
 from ..units import format_bytes
@@ -154,8 +154,8 @@ def plan(
     """
     if policy not in POLICIES:
         raise ArgumentError(f"policy={policy!r}{did_you_mean(policy, POLICIES)}", fix=f"one of {', '.join(POLICIES)}")
-    if memory_bytes is not None and not (math.isfinite(memory_bytes) and memory_bytes > 0):
-        raise ArgumentError(f"memory_bytes={memory_bytes!r}", fix="a positive number of bytes, or None for the chip's")
+    if memory_bytes is not None:
+        check_positive("memory_bytes", memory_bytes, fix="bytes, or None for the chip's memory")
     if not hasattr(model, "named_modules"):
         raise ArgumentError(f"checkpoint.plan: model is a {type(model).__name__}", fix="an nn.Module")
     device = _find_device(on)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..device import Device
-from ..errors import ArgumentError
+from ..errors import check_positive
 from ..estimate.iteration import WINDOW_S, highest_mean_w
 from ..graph.ir import Graph
 
@@ -144,8 +144,7 @@ def find_order(
     memory_bytes: float | None = None,
 ) -> ReorderPlan:
     """Return the order with the lowest peak that fits the memory (default: what the program's own order needs)."""
-    if not window_s > 0:
-        raise ArgumentError(f"window_s={window_s!r}", fix="a positive number of seconds")
+    check_positive("window_s", window_s, fix="seconds")
     own = list(range(len(tasks)))
     before_w, before_bytes = compute_peak_w(tasks, own, window_s), compute_peak_bytes(buffers, own)
     bound = before_bytes if memory_bytes is None else memory_bytes

@@ -71,11 +71,12 @@ def parse_dvfs(dvfs: str | Sequence[str] | None) -> Dvfs:
     """Read `dvfs=`: text, several texts, or None."""
     if dvfs is None:
         return Dvfs()
-    texts = [dvfs] if isinstance(dvfs, str) else list(dvfs)
+    texts: list[object] = list(dvfs) if isinstance(dvfs, (list, tuple)) else [dvfs]
+    parts: list[str] = []
     for text in texts:
         if not isinstance(text, str):
             raise ArgumentError(f"dvfs={text!r} is not text", fix=_FORMS)
-    parts = [part.strip() for text in texts for part in text.split(";")]
+        parts += map(str.strip, text.split(";"))
     if not parts or not all(parts):
         raise ArgumentError(f"dvfs={dvfs!r} names nothing to do", fix=_FORMS)
     return Dvfs(auto="auto" in parts, rules=tuple(_parse_rule(part) for part in parts if part != "auto"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ArgumentError, check_choice
+from ..errors import ArgumentError, check_choice, check_positive, is_integer, is_number
 from ..units import (
     ScopedPower,
     parse_fraction,
@@ -27,7 +27,7 @@ CAP_WINDOW_MS = 200.0
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
+    if value is not None and not (is_integer(value) and low <= value <= high):
         raise ArgumentError(f"{name}={value!r} must be a whole number from {low} to {high}")
 
 
@@ -90,8 +90,8 @@ class ScheduleOptions:
             raise ArgumentError(
                 "the driver limits GPUs, not a node", fix='cap_policy="token_bucket", or a power_cap per GPU'
             )
-        window: object = self.cap_window_ms  # a caller without a type checker may pass anything
-        if not isinstance(window, (int, float)) or isinstance(window, bool) or not 1.0 <= window <= 60_000.0:
+        window = self.cap_window_ms
+        if not (is_number(window) and 1.0 <= window <= 60_000.0):
             raise ArgumentError(f"cap_window_ms={window!r} must be a number of milliseconds from 1 to 60000")
 
     def _check_tokens(self) -> None:
@@ -130,17 +130,14 @@ class ScheduleOptions:
             raise ArgumentError(
                 "search= has values for a policy to choose from, but there is no policy", fix=f"policy={POLICIES[1]!r}"
             )
-        tolerance: object = self.error_tolerance  # a caller without a type checker may pass anything
-        if tolerance is not None and (
-            not isinstance(tolerance, (int, float)) or isinstance(tolerance, bool) or not 0 < tolerance < math.inf
-        ):
+        tolerance = self.error_tolerance
+        if tolerance is not None and not (is_number(tolerance) and 0 < tolerance < math.inf):
             raise ArgumentError(
                 f"error_tolerance={tolerance!r} is not a bound",
                 why="it is the error of a result relative to it: 0.01 is one percent",
                 fix="a number above 0, such as error_tolerance=1e-2",
             )
-        if not self.budget_s > 0:
-            raise ArgumentError(f"budget_s={self.budget_s!r} must be above 0 seconds")
+        check_positive("budget_s", self.budget_s, fix="seconds of search: budget_s=120")
         if self.per is not None and self.per not in self.search:
             raise ArgumentError(
                 f"per={self.per!r} is not among the arguments in search=", fix=f'search={{"{self.per}": [8, 16]}}'
