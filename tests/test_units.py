@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -372,3 +374,8 @@ def test_no_power_is_below_zero() -> None:
     assert format_error(4.2, 5.1, "W", signed=True) == "4.2 ± 5.1 W"
     assert format_error(400.0, 711.0, "W") == "0 to 1111 W"
     assert format_error(0.001, 0.002) == "0 to 0.0030"
+
+
+@pytest.mark.parametrize("watts", [np.float32(275), np.int64(275), Fraction(275)])
+def test_a_number_of_numpy_is_a_number(watts):
+    assert units.parse_power(watts) == 275.0

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from .errors import ArgumentError, PolicyError, did_you_mean
+from .errors import ArgumentError, PolicyError, did_you_mean, is_number
 from .read_limits import YAML_BYTES, parse_yaml, quote_value, read_bytes
 from .units import (
     format_duration,
@@ -80,7 +80,7 @@ def _show(name: str, value: float) -> str:
 
 
 def _check_number(name: str, value: Any, limits: tuple[float, float]) -> float:
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    number = value if is_number(value) else math.nan
     if not limits[0] <= number <= limits[1]:
         low, high = (_show(name, limit) for limit in limits)
         raise PolicyError(f"{name} = {_show(name, number)} is not from {low} to {high}")

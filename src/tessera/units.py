@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .errors import ArgumentError, UnitError, did_you_mean
+from .errors import ArgumentError, UnitError, did_you_mean, is_number
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _SPACE = re.compile(r"\s*")
@@ -117,7 +117,7 @@ POWER_SCOPES = ("gpu", "node", "rack", "cluster")
 
 
 def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
-    if isinstance(text, (int, float)) and not isinstance(text, bool):
+    if is_number(text):
         try:
             value = float(text)
         except OverflowError:  # an int above 1.8e308

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device import Device, Figure
-from ..errors import ArgumentError, BadDevice, did_you_mean
+from ..errors import ArgumentError, BadDevice, did_you_mean, is_integer, is_number
 from ..hardware import lookup
 from ..hardware.load import bad, check_keys, expand_sources, read_figure
 from ..read_limits import TOML_BYTES, parse_toml, parse_yaml, quote_value
@@ -165,10 +165,10 @@ def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) 
         for key in _FIGURES:
             if isinstance(table.get(key), str):
                 table[key] = _read_number(table[key], file, key)
-            if isinstance(table.get(key), (int, float)) and not isinstance(table[key], bool):
+            if is_number(table.get(key)):
                 table[key] = {"value": table[key], "source": f"given in {file}"}
         given = table.get("nodes", 1)
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        if not is_integer(given) or given < 1:
             raise bad(file, "nodes", "must be a whole number of at least 1", fix=_EXAMPLE)
         nodes *= given
     sources = table.pop("sources", {})

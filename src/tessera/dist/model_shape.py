@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, TesseraError
+from ..errors import ArgumentError, TesseraError, is_number
 from .training_model import ModelShape
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _check_heads(sizes: Mapping[str, Any], latent: bool) -> None:
 
 def _read_size(value: Any, names: tuple[str, ...]) -> int:
     """Return a size of a configuration; 0 if it says that there is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+    if not (is_number(value) and 0 <= value < 1e12):
         raise ArgumentError(f"{' or '.join(names)} is {value!r}, not a size", fix="a whole number of at least 1")
     return int(value)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_number
 from ..read_limits import quote_value
 from ..units import parse_duration, parse_power, parse_temperature, with_unit
 from .node_floor import NodeShare, PlacementJob, PlacementNode
@@ -59,7 +59,7 @@ def _read_name(value: Any) -> str:
 
 def _read_rate(value: Any) -> float:
     """Return kelvin per kilowatt as degrees per watt."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e6:
+    if not (is_number(value) and 0 < value < 1e6):
         raise ArgumentError(f"{quote_value(value)} is not a positive number (degrees per kilowatt)")
     return value / 1000.0
 

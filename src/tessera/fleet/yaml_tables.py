@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, did_you_mean, is_integer, is_number
 from ..read_limits import YAML_BYTES, parse_yaml, quote_value, read_bytes
 
 Read = Callable[[Any], Any]
@@ -87,7 +87,7 @@ def check_names(names: Iterable[str]) -> None:
 
 def read_whole(value: Any) -> int:
     """Return a whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ArgumentError(f"{quote_value(value)} is not a whole number from 1 on")
     return value
 
@@ -99,7 +99,7 @@ def read_count(value: Any) -> int:
 
 def read_number(value: Any) -> float:
     """Return a plain number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise ArgumentError(f"{quote_value(value)} is not a number")
     return float(value)
 

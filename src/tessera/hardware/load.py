@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from ..device import ASSUMED_ERROR, PRECISIONS, Caches, Clocks, Device, Figure, Kind, Link, Memory, OperatingPoint
-from ..errors import ArgumentError, BadDevice, did_you_mean
+from ..errors import ArgumentError, BadDevice, did_you_mean, is_integer, is_number
 from ..read_limits import parse_toml, quote_value
 
 _TEXTS = ("id", "name", "kind", "vendor", "architecture", "compute_capability", "unit_name")
@@ -144,7 +144,7 @@ def read_figure(table: Table, key: str, file: str, where: str) -> Figure | None:
     check_keys(entry, _FIGURE_KEYS, file, where)
     for name in ("value", "error"):
         number = entry.get(name)
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+        if number is not None and not is_number(number):
             raise bad(file, f"{where}.{name}", f"must be a number, not {quote_value(number)}")
     if not isinstance(entry.get("assumed", False), bool):
         raise bad(file, f"{where}.assumed", "must be true or false")
@@ -225,9 +225,7 @@ def _aliases(raw: Table, file: str) -> tuple[str, ...]:
 
 def _threads(raw: Table, file: str) -> int | None:
     threads = raw.get("threads")
-    if threads is not None and (
-        isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads < 1 << 20
-    ):
+    if threads is not None and not (is_integer(threads) and 1 <= threads < 1 << 20):
         raise bad(file, "threads", f"must be a number of hardware threads, not {quote_value(threads)}")
     return threads
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .. import stream as streams
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer
 from ..event import Event
 from ..stream import Stream
 from .async_copy import async_
@@ -78,7 +78,7 @@ def _get_stream(device: Any) -> Stream:
 
 
 def _check_arguments(loader: Any, depth: Any) -> None:
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+    if not is_integer(depth) or depth < 1:
         raise ArgumentError(f"depth={depth!r}", fix="depth=2: the batches copied ahead of the one in use")
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ArgumentError(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer
 
 LIMIT_BYTES = 8 << 30
 """Default of `limit` in bytes: a few batches of anything, and a small part of a training machine's memory."""
@@ -107,7 +107,7 @@ def empty_pinned(shape: int | Sequence[int], dtype: Any = None) -> Any:
     import torch
 
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not all(map(_is_size, sizes)):
+    if not all(is_integer(size) and size >= 0 for size in sizes):
         raise ArgumentError(
             f"shape={shape!r}", fix="whole numbers: memcpy.empty_pinned((256, 3, 224, 224), torch.uint8)"
         )
@@ -117,10 +117,6 @@ def empty_pinned(shape: int | Sequence[int], dtype: Any = None) -> Any:
     return _pool.take(sizes, kind)
 
 
-def _is_size(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
-
-
 def stats() -> PinnedStats:
     """Return what `empty_pinned` has handed out so far."""
     return _pool.stats()
@@ -128,6 +124,6 @@ def stats() -> PinnedStats:
 
 def limit(limit_bytes: int) -> None:
     """Hand out at most so many pinned bytes at once; further calls get pageable memory, and are counted."""
-    if not _is_size(limit_bytes):
+    if not is_integer(limit_bytes) or limit_bytes < 0:
         raise ArgumentError(f"limit_bytes={limit_bytes!r}", fix="a whole number of bytes, 0 to pin nothing")
     _pool.limit(limit_bytes)
