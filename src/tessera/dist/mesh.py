@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import cache, cached_property
 from typing import Any, Self
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer
 
 TRAFFIC = ("tp", "cp", "ep", "fsdp", "dp", "pp")
 """Axes by the bytes they move in a step, most first: neighbours along the first axis are neighbours in the machine.
@@ -47,7 +47,7 @@ class Mesh:
         *,
         order: Sequence[str] | None = None,
     ) -> None:
-        self.axes = tuple(axes)
+        self.axes = list_names("axes", axes)
         if isinstance(axes, Mapping):
             if shape is not None:
                 raise ArgumentError(f"axes={dict(axes)} has the sizes already", fix="leave out shape=")
@@ -57,7 +57,11 @@ class Mesh:
             raise ArgumentError(f"axes={list(axes)} of a mesh", why="each axis needs a name of its own")
         if not self.devices or len(set(self.devices)) < len(self.devices):
             raise ArgumentError("the devices of a mesh are missing or named twice", fix="devices=range(8)")
+        if not all(is_integer(d) and d >= 0 for d in self.devices):
+            raise ArgumentError(f"devices={devices!r} of a mesh are not ranks", fix="devices=range(8)")
         self.shape = tuple(shape) if shape is not None else choose_shape(self.axes, len(self.devices))
+        if not all(is_integer(n) and n > 0 for n in self.shape):
+            raise ArgumentError(f"shape={self.shape} of a mesh", fix="a whole number of devices for each axis")
         if len(self.shape) != len(self.axes) or math.prod(self.shape) != len(self.devices):
             raise ArgumentError(
                 f"a mesh of shape {self.shape} over {', '.join(self.axes)} does not have {len(self.devices)} devices",
@@ -231,6 +235,13 @@ class Mesh:
         here = self.coordinate(c10d.get_rank())
         ranks = [self.rank_at([*{**here, axis: k}.values()]) for k in range(self.size(axis))]
         return copy_timeout(c10d.new_group(ranks, use_local_synchronization=True))
+
+
+def list_names(option: str, names: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the names that an option lists. One word is refused: it would be a list of its letters."""
+    if isinstance(names, str):
+        raise ArgumentError(f"{option}={names!r} is one word", fix=f"a list: {option}=[{names!r}]")
+    return tuple(names)
 
 
 def find_mesh(mesh: Any, axis: str) -> Mesh:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..errors import ArgumentError
-from .mesh import Mesh
+from ..errors import ArgumentError, is_integer
+from .mesh import Mesh, list_names
 
 NAMED_DIMENSIONS = {"row": 0, "col": 1, "batch": 0, "sequence": 1, "head": 1, "expert": 0}
 """Dimensions by word. Matrices have rows and columns; activations are (batch, sequence or head, ...)."""
@@ -27,6 +27,8 @@ class ShardSpec:
     mesh_axes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name in ("partition", "mesh_axes"):
+            list_names(name, getattr(self, name))
         if len(self.partition) != len(self.mesh_axes):
             raise ArgumentError(
                 f"a ShardSpec of {len(self.partition)} dimensions over {len(self.mesh_axes)} axes",
@@ -166,6 +168,8 @@ def tensor(
     """
     if isinstance(fill, str) and fill not in _FILLS:
         raise ArgumentError(f"fill={fill!r}", fix=f"one of {', '.join(_FILLS)}, or a function")
+    if isinstance(shape, int) or not all(is_integer(n) and n >= 0 for n in shape):
+        raise ArgumentError(f"shape={shape!r}", fix="a whole number for each dimension: shape=(4096, 4096)")
     bytes_of(dtype)
     return ShardedTensor(shape, layout, mesh, dtype, fill, seed)
 
