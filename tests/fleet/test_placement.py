@@ -252,8 +252,17 @@ def test_wrong_input_is_refused_with_a_fix() -> None:
         compare_packing([node("n1", 30.0)], [job("a")])
     with pytest.raises(ArgumentError, match="jobs use 16 GPUs"):
         place_jobs([node("n1", 30.0)], [running("a", "n1"), running("b", "n1")], COOL)
-    with pytest.raises(ArgumentError, match="same name"):
+    with pytest.raises(ArgumentError, match="same name, 'n1'"):
         place_jobs([node("n1", 30.0), node("n1", 30.0)], [], COOL)
+
+
+@pytest.mark.parametrize(
+    ("figures", "part"),
+    [({"max_w": 900.0}, "draws 1 kW when idle, and 900 W at most"), ({"c_per_w": -3.0}, "c_per_w=-3.0")],
+)
+def test_a_node_with_impossible_figures_is_refused(figures: dict[str, float], part: str) -> None:
+    with pytest.raises(ArgumentError, match=part):
+        node("n1", 30.0, **figures)
 
 
 def test_a_node_that_does_not_answer_counts_with_its_maximum(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, did_you_mean
 from ..policy import ThermalPolicy
+from ..units import format_power
 
 # Assumed: a node is relieved until it is this far below the threshold, and takes new work only up to there. Fans hold a
 # set point within about 2 K; without a margin, two nodes would pass one job back and forth.
@@ -74,6 +75,11 @@ class PlacementNode:
                 f"node {self.name!r} has {self.gpus} GPUs and {self.idle_w:g} W when idle",
                 fix="give at least one GPU, and watts of at least 0",
             )
+        if self.max_w is not None and not self.max_w >= self.idle_w:
+            draws = f"{format_power(self.idle_w)} when idle, and {format_power(self.max_w)} at most"
+            raise ArgumentError(f"node {self.name!r} draws {draws}", fix="a higher max, or a lower idle")
+        if self.c_per_w is not None and not self.c_per_w >= 0:
+            raise ArgumentError(f"node {self.name!r} has c_per_w={self.c_per_w!r}", fix="degrees per watt, or None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +176,8 @@ class NodeFloor:
         self.nodes, self.policy = nodes, policy
         self.index = {n.name: i for i, n in enumerate(nodes)}
         if len(self.index) != len(nodes):
-            raise ArgumentError("two nodes have the same name", fix="give each node a name of its own")
+            name = next(n.name for i, n in enumerate(nodes) if self.index[n.name] != i)
+            raise ArgumentError(f"two nodes have the same name, {name!r}", fix="give each node a name of its own")
         nan = float("nan")
         self.gpus = np.array([n.gpus for n in nodes], dtype=np.int64)
         self.free = self.gpus.copy()
