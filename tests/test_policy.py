@@ -89,7 +89,7 @@ def test_groups_may_be_shifted_by_a_time_or_not_at_all() -> None:
         ("power_shaper: {jiter_ms: [1, 5]}", "did you mean 'jitter_ms'"),
         ("power_shaper: {phase_shift: {dp_group: auto}}", "did you mean 'dp_groups'"),
         ("power_shaper: {phase_shift: {dp_groups: autos}}", "did you mean 'auto'"),
-        ("power_shaper: {jitter_ms: [5, 1]}", "begins above its end"),
+        ("power_shaper: {jitter_ms: [5, 1]}", "5 ms to 1 ms begins above its end"),
         ("power_shaper: {jitter_ms: [-1, 5]}", "jitter_ms: -1 ms is not from 0 s to 60 s"),
         ("power_shaper: {jitter_ms: 5}", "is not a pair"),
         ("power_shaper: {jitter: [1, 5]}", "has no unit"),

@@ -92,7 +92,7 @@ def _check_range(name: str, value: Any, limits: tuple[float, float]) -> Range:
         raise PolicyError(f"{name} = {quote_value(value)} is not a pair of numbers", fix="[low, high], such as [1, 5]")
     low, high = (_check_number(name, v, limits) for v in value)
     if low > high:
-        raise PolicyError(f"{name} = [{low:g}, {high:g}] begins above its end", fix=f"[{high:g}, {low:g}]")
+        raise PolicyError(f"{name} = {_show(name, low)} to {_show(name, high)} begins above its end", fix="[low, high]")
     return low, high
 
 
