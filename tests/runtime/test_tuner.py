@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -688,7 +689,10 @@ def test_the_search_is_no_call_of_the_report(quick: None) -> None:
     step = schedule(**options, power_cap="500W", budget_s=30)(slow_and_fast)
     x = torch.randn(64, 64)
     step(x)
-    for _ in range(3):
+    assert "no call since the first one, which tuned\n0 calls" in str(step.report())
+    step(x)
+    assert re.search(r"^1 call(,|$)", str(step.report()), re.MULTILINE)
+    for _ in range(2):
         step(x)
     report, plan = step.report(), step.plan()
     assert report.calls == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..runtime.ballast_loop import BallastReport
 from ..runtime.cap_report import ScheduleReport, TokenReport, ZoneReport
 from ..runtime.tuning.plan import OpPlan, Plan, TuningTrial, format_setting, format_value
-from ..units import format_duration, format_energy, format_power, format_power_rate, format_share
+from ..units import format_count, format_duration, format_energy, format_power, format_power_rate, format_share
 from .rewrite import search_line, use_line
 
 
@@ -27,7 +27,7 @@ def schedule_text(report: ScheduleReport) -> str:
     if report.shaper is not None:
         lines.append(str(report.shaper))
     each = report.energy_per_call_j
-    lines.append(f"{report.calls} calls" + (f", {format_energy(each)} each" if each is not None else ""))
+    lines.append(format_count(report.calls, "call") + (f", {format_energy(each)} each" if each is not None else ""))
     return "\n".join([*lines, *report.notes])
 
 
@@ -49,7 +49,8 @@ def _cap_line(report: ScheduleReport) -> str:
     if report.how == "driver":
         return f"cap {format_power(report.cap.power_w)} for {scope}, held by the driver"
     if report.window_s is None:
-        return f"cap {format_power(report.cap.power_w)} for {scope}, nothing has run yet"
+        yet = "nothing has run yet" if report.plan is None else "no call since the first one, which tuned"
+        return f"cap {format_power(report.cap.power_w)} for {scope}, {yet}"
     why = "the shortest the sensor resolves" if report.window_from == "sensor" else "cap_window_ms"
     return (
         f"cap {format_power(report.cap.power_w)} for {scope}, held for the mean over "
