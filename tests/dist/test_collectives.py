@@ -245,6 +245,14 @@ def test_a_sparse_sum_is_exact_and_sends_only_rows_that_changed(ranks):
     assert all(row[0] for row in ranks.run(sparse_rows, 0, 1))
 
 
+def test_one_number_is_a_sparse_sum_too(ranks):
+    assert ranks.run(all_reduce_one_number) == [torch.tensor(sum(range(ranks.count)))] * ranks.count
+
+
+def all_reduce_one_number(rank: int) -> torch.Tensor:
+    return all_reduce(torch.tensor(rank), sparse=True)
+
+
 def others(rank: int, count: int) -> None:
     gathered = dist.all_gather(torch.full((rank, 2), float(rank)))
     assert torch.equal(gathered, torch.cat([torch.full((r, 2), float(r)) for r in range(count)]))
@@ -305,6 +313,12 @@ def disagree(rank: int, case: str) -> Any:
         "meta broadcast": lambda: dist.broadcast(x.to("meta") if odd else x),
         "operation": lambda: dist.reduce_scatter(x, "median" if odd else "sum"),
         "counts": lambda: dist.all_to_all(x, [7, *[0] * (count - 1)] if odd else [6, *[0] * (count - 1)]),
+        "negative count": lambda: dist.all_to_all(x, [7 if odd else 6, -1 if odd else 0, *[0] * (count - 2)]),
+        "feedback": lambda: all_reduce(x, compress="fp8", feedback=True if odd else None),
+        "gap": lambda: all_reduce(x, gap_ms="1ms" if odd else 1),
+        "jitter": lambda: all_reduce(x, jitter_ms=None if odd else 1),
+        "text": lambda: dist.broadcast(x, "0" if odd else 0),
+        "one number": lambda: dist.reduce_scatter(torch.tensor(1.0) if odd else x),
     }
     count = torch.distributed.get_world_size()
     try:
@@ -323,7 +337,10 @@ def test_ranks_that_call_different_things_are_told_which(ranks, case):
         assert "the ranks do not call the same" in text and "rank 0: " in text and "rank 1: " in text
 
 
-@pytest.mark.parametrize("case", ["meta", "meta broadcast", "operation", "counts"])
+REFUSED = ["meta", "meta broadcast", "operation", "counts", "negative count", "feedback", "gap", "jitter", "text"]
+
+
+@pytest.mark.parametrize("case", [*REFUSED, "one number"])
 def test_a_rank_that_refuses_does_not_let_the_others_wait(ranks, case):
     results = ranks.run(disagree, case)
     assert [kind for kind, _ in results] == [
@@ -459,6 +476,11 @@ def test_one_process_is_itself():
 def test_wrong_arguments_say_what_is_right(options, part):
     with pytest.raises(ArgumentError, match=part):
         all_reduce(torch.ones(2, dtype=torch.complex64 if "complex" in part else torch.float32), **options)
+
+
+def test_an_error_names_the_collective_that_was_called():
+    with pytest.raises(ArgumentError, match="reduce_scatter: op='median' is not known"):
+        dist.reduce_scatter(torch.ones(2), "median")
 
 
 def test_two_meshes_with_an_axis_are_no_current_mesh():

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as c10d
 
-from ..errors import ArgumentError, check_choice
+from ..errors import ArgumentError, check_choice, is_integer
 from ..stream import Stream
 from ..stream import on as stream_on
 from .agreement import agree, check_device, count_ranks, describe_call, is_connected, tell_refusal
@@ -185,8 +185,8 @@ def all_reduce(
         mesh = find_mesh(mesh, axis)
         group = mesh.process_group(axis) if is_connected() else None
     with tell_refusal("all_reduce", group):
-        _check(x, op, async_op)
-        _check_way(x, op, algorithm, compress, sparse)
+        _check("all_reduce", x, op, async_op)
+        _check_way("all_reduce", x, op, algorithm, compress, feedback, sparse)
         codec, pace = make_codec(compress), Pace.make(phase, jitter_ms, chunks, gap_ms)
         ranks = count_ranks(group)
         if ranks > 1:
@@ -216,28 +216,28 @@ def all_reduce(
         return x
 
 
-def _check(x: Any, op: str, async_op: bool) -> None:
+def _check(kind: str, x: Any, op: str, async_op: bool) -> None:
     if not isinstance(x, torch.Tensor):
-        raise ArgumentError(f"all_reduce: x is a {type(x).__name__}", fix="pass a tensor")
+        raise ArgumentError(f"{kind}: x is a {type(x).__name__}", fix="pass a tensor")
     if op not in COMBINE:
-        raise ArgumentError(f"all_reduce: op={op!r} is not known", fix=f"one of: {', '.join(COMBINE)}")
+        raise ArgumentError(f"{kind}: op={op!r} is not known", fix=f"one of: {', '.join(COMBINE)}")
     if op in MEANS and not (x.is_floating_point() or x.is_complex()):
-        raise ArgumentError(f"all_reduce: op={op!r} of {x.dtype}", why="integers have no mean", fix='op="sum"')
+        raise ArgumentError(f"{kind}: op={op!r} of {x.dtype}", why="integers have no mean", fix='op="sum"')
     if x.is_complex() and op not in ("sum", *MEANS):
-        raise ArgumentError(f"all_reduce: op={op!r} of {x.dtype}", why="complex numbers have no order", fix='op="sum"')
+        raise ArgumentError(f"{kind}: op={op!r} of {x.dtype}", why="complex numbers have no order", fix='op="sum"')
     follows = x.requires_grad and torch.is_grad_enabled()
     if follows and op not in ("sum", *MEANS):
-        raise ArgumentError(
-            f"all_reduce: op={op!r} of a tensor that requires gradients", fix="x.detach(), or sum or mean"
-        )
+        raise ArgumentError(f"{kind}: op={op!r} of a tensor that requires gradients", fix="x.detach(), or sum or mean")
     if follows and async_op:
-        raise ArgumentError("all_reduce: async_op of a tensor that requires gradients", fix="x.detach()")
+        raise ArgumentError(f"{kind}: async_op of a tensor that requires gradients", fix="x.detach()")
 
 
-def _check_way(x: Any, op: str, algorithm: str, compress: str | Codec | None, sparse: bool) -> None:
-    check_choice("all_reduce: algorithm", algorithm, ALGORITHMS)
+def _check_way(
+    kind: str, x: Any, op: str, algorithm: str, compress: str | Codec | None, feedback: Any, sparse: bool
+) -> None:
+    check_choice(f"{kind}: algorithm", algorithm, ALGORITHMS)
     if (compress or sparse) and op not in ("sum", *MEANS):
-        raise ArgumentError(f"all_reduce: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
+        raise ArgumentError(f"{kind}: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
     if sparse:
         _refuse_in_simulation(x, "all_reduce(sparse=True)")
         if is_dry():
@@ -247,7 +247,15 @@ def _check_way(x: Any, op: str, algorithm: str, compress: str | Codec | None, sp
                 fix="leave sparse out: the bytes are then those of all rows",
             )
     if compress and not x.is_floating_point():
-        raise ArgumentError(f"all_reduce: compress={compress!r} of {x.dtype}", why="only floats are rounded")
+        raise ArgumentError(f"{kind}: compress={compress!r} of {x.dtype}", why="only floats are rounded")
+    if not isinstance(feedback, ErrorFeedback | None):
+        fix = "feedback=dist.ErrorFeedback(), the same at each call for one tensor"
+        raise ArgumentError(f"{kind}: feedback={feedback!r}", fix=fix)
+
+
+def _check_rows(kind: str, x: torch.Tensor) -> None:
+    if not x.dim():
+        raise ArgumentError(f"{kind}: x is a single number", why="its rows go to different ranks", fix="x.view(1)")
 
 
 def _refuse_in_simulation(x: torch.Tensor, what: str) -> None:
@@ -298,14 +306,12 @@ def all_gather(x: torch.Tensor, *, group: Any = None) -> torch.Tensor:
     return torch.cat(parts).view(sum(sizes), *x.shape[1:])
 
 
-def _count_ranks_for(kind: str, x: torch.Tensor, group: Any, problem: ArgumentError | None = None) -> int:
-    """Return the ranks of a group that can move the tensor; a rank that has a problem tells the others."""
+def _count_ranks_for(kind: str, x: torch.Tensor, group: Any) -> int:
+    """Return the ranks of a group that can move the tensor; a rank that cannot tells the others."""
     with tell_refusal(kind, group):
         ranks = count_ranks(group)
         if ranks > 1:
             check_device(x, group)
-        if problem is not None:
-            raise problem
     return ranks
 
 
@@ -320,8 +326,9 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Return this rank's part, along the first dimension, of the sum over ranks; last parts may be shorter or empty."""
     with tell_refusal("reduce_scatter", group):
-        _check(x, op, async_op=False)
-        _check_way(x, op, "flat", compress, sparse=False)
+        _check("reduce_scatter", x, op, async_op=False)
+        _check_way("reduce_scatter", x, op, "flat", compress, feedback, sparse=False)
+        _check_rows("reduce_scatter", x)
         codec = make_codec(compress)
     ranks = _count_ranks_for("reduce_scatter", x, group)
     if ranks == 1:
@@ -357,14 +364,16 @@ def reduce_scatter(
 
 def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> tuple[torch.Tensor, list[int]]:
     """Send `counts[r]` rows to each rank r, in order; return the rows that arrived and their number from each rank."""
-    problem = None
-    if len(counts) != count_ranks(group) or sum(counts) != x.shape[0]:
-        problem = ArgumentError(
-            f"all_to_all: {len(counts)} counts that sum to {sum(counts)}",
-            why=f"there are {count_ranks(group)} ranks and {x.shape[0]} rows",
-            fix="give one count for each rank; together they are all rows",
-        )
-    ranks = _count_ranks_for("all_to_all", x, group, problem)
+    with tell_refusal("all_to_all", group):
+        _check_rows("all_to_all", x)
+        whole = all(is_integer(n) and n >= 0 for n in counts)
+        if not whole or len(counts) != count_ranks(group) or sum(counts) != x.shape[0]:
+            raise ArgumentError(
+                f"all_to_all: counts={list(counts)}",
+                why=f"there are {count_ranks(group)} ranks and {x.shape[0]} rows",
+                fix="give one count for each rank; together they are all rows",
+            )
+    ranks = _count_ranks_for("all_to_all", x, group)
     if ranks == 1:
         return x.clone(), list(counts)
     if len(set(counts)) > 1:
@@ -388,10 +397,11 @@ def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> 
 
 def broadcast(x: torch.Tensor, source: int = 0, *, group: Any = None) -> torch.Tensor:
     """Overwrite `x` with the tensor of the group's rank `source`."""
-    problem, ranks = None, count_ranks(group)
-    if not 0 <= source < ranks:
-        problem = ArgumentError(f"broadcast: source={source} of {ranks} ranks", fix=f"0 to {ranks - 1}")
-    if _count_ranks_for("broadcast", x, group, problem) == 1:
+    with tell_refusal("broadcast", group):
+        ranks = count_ranks(group)
+        if not (is_integer(source) and 0 <= source < ranks):
+            raise ArgumentError(f"broadcast: source={source!r} of {ranks} ranks", fix=f"0 to {ranks - 1}")
+    if _count_ranks_for("broadcast", x, group) == 1:
         return x
     begun = time.perf_counter()
     dense = x.detach() if x.is_contiguous() else x.detach().contiguous()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, is_integer, is_number
 from ..units import parse_duration
 from .mesh import Mesh, find_mesh
 
@@ -54,7 +54,12 @@ class Pace:
     gap_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.chunks < 1 or not 0 <= self.jitter_s[0] <= self.jitter_s[1] or self.gap_s < 0:
+        if not (
+            is_integer(self.chunks)
+            and self.chunks > 0
+            and 0 <= self.jitter_s[0] <= self.jitter_s[1]
+            and self.gap_s >= 0
+        ):
             raise ArgumentError(
                 "chunks must be 1 or more, and jitter and gap not negative", fix="jitter_ms=5, or jitter_ms=(1, 5)"
             )
@@ -63,9 +68,11 @@ class Pace:
     def make(cls, phase: str | Phase | None, jitter_ms: Jitter, chunks: int, gap_ms: float) -> Pace:
         """Make a pace from the arguments of `all_reduce`; jitter is up to a number, or between the two of a pair."""
         parsed = Phase.parse(phase) if isinstance(phase, str) else phase
-        pair = (0.0, jitter_ms) if isinstance(jitter_ms, int | float) else tuple(jitter_ms)
-        if len(pair) != 2:
+        pair = tuple(jitter_ms) if isinstance(jitter_ms, (list, tuple)) else (0.0, jitter_ms)
+        if len(pair) != 2 or not all(map(is_number, pair)):
             raise ArgumentError(f"jitter_ms={jitter_ms!r}", fix="jitter_ms=5, or jitter_ms=(1, 5)")
+        if not is_number(gap_ms):
+            raise ArgumentError(f"gap_ms={gap_ms!r}", fix="milliseconds between two chunks: gap_ms=1")
         jitter_s = (pair[0] * 1e-3, pair[1] * 1e-3)
         return cls(phase=parsed, jitter_s=jitter_s, chunks=chunks, gap_s=gap_ms * 1e-3)
 

@@ -197,7 +197,7 @@ def _split_bound(part: torch.Tensor, codec: Codec, count: int) -> tuple[torch.Te
 def reduce_sparse(x: torch.Tensor, group: Any) -> Sent:
     """Sum tensors whose rows (slices along the first dimension) are mostly zero: rows are sent with their numbers."""
     ranks = c10d.get_world_size(group)
-    rows = x.view(x.shape[0], math.prod(x.shape[1:]))
+    rows = x.view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]))
     own = torch.nonzero((rows != 0).any(1)).view(-1)
     counts = own.new_empty(ranks)
     gather_into(counts, own.new_tensor([len(own)]), group)
