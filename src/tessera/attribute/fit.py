@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..joules import Z90, Floats, Ints
-from ..schema import Domain, Hold
+from ..joules import FULL, Z90, Floats, Ints
+from ..schema import Domain, Energy, Hold
 from ..sums import SQRT12
 
 # NVML's ring on an H200: of exponentials and boxcars with a dead time, these fit four recorded mixtures of kernels best
@@ -265,6 +265,16 @@ def conserve_energy(watts: Floats, covariance: Floats, seconds: Floats, joules: 
     if np.any(moved < 0):  # too large for a correction of single parts: scale all of them
         moved = watts * (joules / float(seconds @ watts))
     return moved, covariance - np.outer(direction, direction) / total
+
+
+def add_level_error(watts: Floats, covariance: Floats, energy: Energy) -> Floats:
+    """Add the error of the sensor's level, which all classes share and no sample can tell.
+
+    Time that was not seen only widens the error of the sum: it is not part of what the classes get.
+    """
+    unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
+    relative = max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90
+    return covariance + np.outer(watts, watts) * relative**2
 
 
 def groups(design: Floats, alike: float = 0.98) -> Ints:

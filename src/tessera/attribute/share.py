@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..joules import FULL, Z90, DomainSamples, Floats, Ints, accumulate
+from ..joules import Z90, DomainSamples, Floats, Ints, accumulate
 from ..notes import Note, name_several
 from ..schema import DeviceId, Domain, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
 from ..units import format_duration
 from .activity import Activity, Sharing, gaps, sum_by_key
-from .fit import PowerFit, conserve_energy
+from .fit import PowerFit, add_level_error, conserve_energy
 from .host_power import HostDivision, divide_samples
 from .learn_response import LearntResponse
 
@@ -128,10 +128,7 @@ def by_time(
     )
     covariance = _covariance(watts, _spread_w(column, seen), seconds, division)
     level, covariance = conserve_energy(watts, covariance, seconds, energy.energy_j)
-    unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
-    covariance = (
-        covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
-    )
+    covariance = add_level_error(level, covariance, energy)
     return Share(
         device=device, domain=column.domain, activity=weighted, gap_start_ns=gap_start, gap_end_ns=gap_end,
         gap_cls=gap_cls, watts=level, covariance=covariance, group=np.full(activity.classes, -1, np.int64),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import MeasurementError
-from ..joules import FULL, Z90, DomainSamples, Floats, Ints, sum_windows
+from ..joules import FULL, DomainSamples, Floats, Ints, sum_windows
 from ..schema import DeviceId, Domain, Hold
 from ..timeline import Timeline
 from ..timeline.distinct import argsort_small
@@ -28,7 +28,7 @@ from ..timeline.link import Links
 from ..trace import PowerTrace
 from .activity import Activity, activity, gaps, host_activity, sum_by_key
 from .blas_threads import one_blas_thread
-from .fit import PowerFit, Response, conserve_energy, exposure, groups, response_of, solve
+from .fit import PowerFit, Response, add_level_error, conserve_energy, exposure, groups, response_of, solve
 from .learn_response import Exposed, LearntResponse, horizon_s, learn_response
 from .prior import Board, Prior, board_of, prior
 from .share import HOST, Share, by_time, idle_class
@@ -238,12 +238,7 @@ def _solve(
     covariance = result.covariance + np.diag((_DRIFT * result.watts) ** 2)
     seconds = problem.totals()
     level, covariance = conserve_energy(result.watts, covariance, seconds, energy.energy_j)
-    # All classes share the error of the sensor's level, which no sample can tell. Time that was not seen only widens
-    # the error of the sum: it is not part of what the classes get.
-    unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
-    covariance = (
-        covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
-    )
+    covariance = add_level_error(level, covariance, energy)
     return Share(
         device=device, domain=column.domain, activity=ran, gap_start_ns=problem.gap_start_ns,
         gap_end_ns=problem.gap_end_ns, gap_cls=problem.gap_cls, watts=level, covariance=covariance,
