@@ -288,7 +288,7 @@ def find_owner(pid: int, proc: Path = PROC) -> ProcessOwner:
     pod = _POD.search(groups) if "kubepods" in groups else None
     uid = re.search(r"^Uid:\s+(\d+)", _read(folder / "status"), re.MULTILINE)
     return ProcessOwner(
-        user=_user_name(int(uid[1])) if uid else None,
+        user=find_user_name(int(uid[1])) if uid else None,
         job=job[1] if job else None,
         pod=pod["pod"].replace("_", "-") if pod else None,
     )
@@ -302,7 +302,8 @@ def _read(file: Path) -> str:
 
 
 @functools.cache
-def _user_name(uid: int) -> str:
+def find_user_name(uid: int) -> str:
+    """Return the name of a user, or the number of one that has none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import pwd
 import re
 import select
 import shlex
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...errors import ArgumentError, MeasurementError
+from ...sensors.processes import find_user_name
 
 PROC = Path("/proc")
 SOCKET_VARIABLE = "KINETO_IPC_SOCKET_DIR"
@@ -138,12 +138,12 @@ def _look(pid: int, pid_fd: int | None) -> Target:
     own_uid = os.geteuid()
     if own_uid not in (0, real) or own_uid not in (0, effective):
         raise NotYours(
-            f"process {pid} belongs to {_user(real)}, not to you",
+            f"process {pid} belongs to {find_user_name(real)}, not to you",
             why="a trace shows what a program works on: only its own user, or root, may take one",
-            fix=f"sudo -u {_user(real)} tessera-prof --pid {pid}",
+            fix=f"sudo -u {find_user_name(real)} tessera-prof --pid {pid}",
         )
     return Target(
-        pid=pid, uid=real, gid=int(info["Gid"].split()[0]), user=_user(real), command=_command(pid, info),
+        pid=pid, uid=real, gid=int(info["Gid"].split()[0]), user=find_user_name(real), command=_command(pid, info),
         environ=_environ(pid), torch=maps_torch(pid), started=fields[_STARTED], pid_fd=pid_fd,
     )  # fmt: skip
 
@@ -278,13 +278,6 @@ def same(pid: int, what: str) -> bool:
         return (PROC / str(pid) / what).readlink() == (PROC / "self" / what).readlink()
     except OSError:
         return True
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 CLIENT_PREFIX = "dynoconfigclient"  # how libkineto names its socket
