@@ -141,6 +141,11 @@ class Facts:
     notes: Sequence[str] = ()
 
     @property
+    def title(self) -> str:
+        """The name that the run was given, or else its file's."""
+        return str(self.meta.get("name") or (self.path.stem if self.path is not None else self.name))
+
+    @property
     def accounted_windows(self) -> list[tuple[int, int]]:
         """The times whose joules a table shares out; empty if the source does not say.
 

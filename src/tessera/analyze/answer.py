@@ -274,7 +274,7 @@ def name_of(recording: Recording) -> str:
         return command
     if isinstance(command, Sequence) and command:
         return shlex.join(str(part) for part in command)
-    return str(facts.meta.get("name") or (facts.path.stem if facts.path is not None else facts.name))
+    return facts.title
 
 
 def describe_device(recording: Recording) -> str:

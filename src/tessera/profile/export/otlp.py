@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ArgumentError, TesseraError, needs_extra
 from ..runfile_format import version
-from .otlp_points import MetricPoints, Span, series, service_name, spans
+from .otlp_points import MetricPoints, Span, series, spans
 
 if TYPE_CHECKING:
     from ...recording import Facts, Recording
@@ -124,7 +124,7 @@ def _reach(base: str, timeout_s: float) -> None:
 
 def _resource(facts: Facts) -> dict[str, Any]:
     about = {
-        "service.name": service_name(facts),
+        "service.name": facts.title,
         "host.name": str(facts.meta.get("host") or facts.host),
         "process.pid": facts.pid,
         "tessera.run": facts.name,

@@ -19,7 +19,7 @@ from ...trace import PowerTrace
 
 if TYPE_CHECKING:
     from ...attribute.table import EnergyTable
-    from ...recording import Facts, Recording, Rows
+    from ...recording import Recording, Rows
 
 Point = tuple[int, float]
 _TOP_KERNELS = 200
@@ -222,7 +222,7 @@ def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
     if table is not None:
         about |= _finite({"tessera.energy_j": table.energy_j, "tessera.energy_error_j": table.error_j})
         about |= _finite({"tessera.idle_j": table.idle_j}) | {"tessera.basis": table.basis}
-    result = [Span(service_name(recording.facts), start_ns, end_ns, None, about)]
+    result = [Span(recording.facts.title, start_ns, end_ns, None, about)]
     open_spans: dict[int, list[tuple[int, int]]] = {}
     for name, start, end, thread in rows.tolist():
         stack = open_spans.setdefault(thread, [])
@@ -236,11 +236,6 @@ def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
         result.append(Span(names[name], start, end, stack[-1][1] if stack else 0, attributes))
         stack.append((end, len(result) - 1))
     return result, left_out
-
-
-def service_name(facts: Facts) -> str:
-    """Return the name of the run in a collector."""
-    return str(facts.meta.get("name") or (facts.path.stem if facts.path is not None else facts.name))
 
 
 def _regions(chunk: Any) -> Any:
