@@ -18,7 +18,9 @@ two samples, and where within the blur an edge lies.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,15 @@ Z90 = 1.6449
 SQRT12 = math.sqrt(12.0)
 # A window with this coverage counts as fully seen: the rounding of its edges alone costs that much.
 FULL = 0.995
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def sum_known(values: Iterable[_Number | None]) -> _Number | None:
+    """Return the sum of what is known; None if nothing is."""
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)

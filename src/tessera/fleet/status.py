@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import TesseraError
+from ..sums import sum_known
 from .leases import BudgetStatus, JobStatus, find_excess_w
 from .node_floor import PlacementNode
 from .node_metrics import NodeReading, ask_endpoint
@@ -111,8 +112,7 @@ class FleetStatus:
     @property
     def power_w(self) -> float | None:
         """Return the watts of all nodes whose power is known."""
-        known = [n.power_w for n in self.nodes if n.power_w is not None]
-        return sum(known) if known else None
+        return sum_known(n.power_w for n in self.nodes)
 
     @property
     def unmeasured_w(self) -> float:
@@ -238,14 +238,13 @@ def _sum_racks(nodes: Sequence[FleetNode], limits_w: Mapping[str, float]) -> tup
         by_rack.setdefault(node.rack, []).append(node)
     racks = []
     for name, own in by_rack.items():
-        watts = [n.power_w for n in own if n.power_w is not None]
         racks.append(
             FleetRack(
                 name=name,
                 aisle=own[0].aisle,
                 nodes=len(own),
-                known=len(watts),
-                power_w=sum(watts) if watts else None,
+                known=sum(n.power_w is not None for n in own),
+                power_w=sum_known(n.power_w for n in own),
                 limit_w=limits_w.get(name),
                 hottest_c=max((n.temperature_c for n in own if n.temperature_c is not None), default=None),
                 crest_factor=max((n.crest_factor for n in own if n.crest_factor is not None), default=None),

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..hardware import host_cpu
 from ..sensors.gpu_processes import GpuProcessReader
 from ..sensors.processes import PROC, ProcessOwner, ProcessStat, find_owner, list_processes
+from ..sums import sum_known
 
 LEAST_CORES = 0.005
 """A process that uses fewer cores than this, and no GPU, is not listed."""
@@ -43,8 +44,7 @@ class ProcessReading:
     @property
     def power_w(self) -> float | None:
         """CPU and GPUs together, as far as known."""
-        known = [w for w in (self.cpu_w, *(g.power_w for g in self.gpus.values())) if w is not None]
-        return sum(known) if known else None
+        return sum_known((self.cpu_w, *(g.power_w for g in self.gpus.values())))
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from ..clock import EpochNs
 from ..errors import ArgumentError, MeasurementError, check_positive
 from ..joules import DomainSamples, sum_domains
 from ..schema import Basis, Energy, EnergyReport, Gap, PowerEvent, Telemetry
+from ..sums import sum_known
 from ..trace import PowerTrace
 from .core import Monitor, Window, default
 
@@ -151,8 +152,7 @@ class EnergyScope:
     @property
     def power_w(self) -> float | None:
         """Mean power, summed over the domains; None for an empty window."""
-        watts = [e.power_w for e in self._counted_energies() if e.power_w is not None]
-        return sum(watts) if watts else None
+        return sum_known(e.power_w for e in self._counted_energies())
 
     @property
     def time_s(self) -> float:

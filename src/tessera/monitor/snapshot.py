@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -19,6 +19,7 @@ from ..joules import accumulate, sum_domains, sum_windows
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, PowerEvent, Telemetry
 from ..sensors.discover import DiscoveredSensors
 from ..sensors.processes import ProcessOwner
+from ..sums import sum_known
 from .core import Monitor, Window
 from .cuda import Edge
 from .process_table import OwnerTotal, ProcessReading, ProcessTable
@@ -205,8 +206,8 @@ class PowerWatch:
             epoch_s=sampler.epoch.to_epoch(now_ns) * 1e-9,
             time_s=time_s,
             readings=readings,
-            power_w=_sum_known(r.power_w for r in counted),
-            mean_w=_sum_known(r.mean_w for r in counted),
+            power_w=sum_known(r.power_w for r in counted),
+            mean_w=sum_known(r.mean_w for r in counted),
             energy_j=total.energy_j,
             error_j=total.error_j,
             basis=total.basis,
@@ -327,8 +328,3 @@ def _power_history(series: PowerSeries, cell_s: float, end_ns: int | None) -> li
     joules = np.diff(np.interp(edges, column.times_ns, sums.joules))
     seen_s = np.diff(np.interp(edges, column.times_ns, sums.covered_s))
     return [float(j / s) if s > 0.1 * cell_s else None for j, s in zip(joules, seen_s, strict=True)]
-
-
-def _sum_known(values: Iterator[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) if known else None

@@ -12,11 +12,12 @@ import threading
 import time
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import Self, TypeVar
+from typing import Self
 
 from ...monitor.sampler import Sampler
 from ...schema import Telemetry
 from ...sensors.gpu_processes import GpuProcess, GpuProcessReader
+from ...sums import sum_known
 from .process import CpuReader, MemoryReader, Target
 from .tracks import Section, Track, track
 
@@ -43,9 +44,9 @@ class ProcessUse:
             ours = [use for pid, use in running.items() if pid in self._pids]
             self.others |= len(ours) < len(running)
             use = GpuProcess(
-                memory_bytes=_sum_known([u.memory_bytes for u in ours]),
-                sm_pct=_sum_known([u.sm_pct for u in ours]),
-                memory_pct=_sum_known([u.memory_pct for u in ours]),
+                memory_bytes=sum_known(u.memory_bytes for u in ours),
+                sm_pct=sum_known(u.sm_pct for u in ours),
+                memory_pct=sum_known(u.memory_pct for u in ours),
             )
             if use.memory_bytes is not None or use.sm_pct:
                 self.found = True
@@ -54,14 +55,6 @@ class ProcessUse:
 
     def close(self) -> None:
         self._gpus.close()
-
-
-_Number = TypeVar("_Number", int, float)
-
-
-def _sum_known(values: Sequence[_Number | None]) -> _Number | None:
-    known = [v for v in values if v is not None]
-    return sum(known) if known else None
 
 
 # The driver has a new utilisation sample about six times a second.
