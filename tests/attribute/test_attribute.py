@@ -256,7 +256,7 @@ def test_views_and_json():
     assert data["ops"][0]["name"] == "(no operator)"
     assert [r.energy_j for r in table.top(3)] == sorted((r.energy_j for r in table.kernels), reverse=True)[:3]
     assert len(table.to_frame("kernels")) == len(table.kernels)
-    with pytest.raises(ArgumentError, match="no view"):
+    with pytest.raises(ArgumentError, match="is not known"):
         table.rows("colours")
 
 

@@ -322,7 +322,7 @@ def test_views_and_what_is_missing() -> None:
     assert "neither side has modules: rows are ops" in analyze.diff(a, b, by="modules").note
     only = analyze.diff(a, measured(5.0))
     assert not only.rows and "only the total can be compared" in only.note
-    with pytest.raises(ArgumentError, match="no view 'colour'"):
+    with pytest.raises(ArgumentError, match="by='colour' is not known"):
         analyze.diff(a, b, by="colour")
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..attribute.table import IDLE_NAMES
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..schema import EnergyDiff
 from ..units import format_duration, format_energy, format_share
 from .compare import side_of, split_runs
@@ -165,8 +165,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     everything is per step. A prediction's subgraphs are matched with a run's operators by name, then by kind, and
     `matched` says how much of the joules that reaches.
     """
-    if by not in VIEWS:
-        raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
+    check_choice("by", by, VIEWS)
     before, after = _read_sides(a, power_a, "before"), _read_sides(b, power_b, "after")
     notes = list(dict.fromkeys(n for side in (*before, *after) for n in side.notes))
     before, after = count_passes(before, after, notes)

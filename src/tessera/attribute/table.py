@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from ..errors import ArgumentError, needs_extra
+from ..errors import check_choice, needs_extra
 from ..schema import Basis, Domain
 from ..sensors.response_store import ResponseFit
 from ..units import format_duration, format_energy_error
@@ -149,8 +149,7 @@ class EnergyTable:
 
     def rows(self, by: str = "kernels") -> Sequence[EnergyRow]:
         """Return the rows of one view: kernels, ops, regions, modules, steps or groups."""
-        if by not in VIEWS:
-            raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
+        check_choice("by", by, VIEWS)
         rows: Sequence[EnergyRow] = getattr(self, by)
         return rows
 

@@ -219,8 +219,7 @@ def all_reduce(
 def _check(kind: str, x: Any, op: str, async_op: bool) -> None:
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"{kind}: x is a {type(x).__name__}", fix="pass a tensor")
-    if op not in COMBINE:
-        raise ArgumentError(f"{kind}: op={op!r} is not known", fix=f"one of: {', '.join(COMBINE)}")
+    check_choice(f"{kind}: op", op, COMBINE)
     if op in MEANS and not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"{kind}: op={op!r} of {x.dtype}", why="integers have no mean", fix='op="sum"')
     if x.is_complex() and op not in ("sum", *MEANS):

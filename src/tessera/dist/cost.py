@@ -21,7 +21,7 @@ from importlib import resources
 from typing import Any
 
 from ..device import Device, Link
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..hardware import lookup
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -90,11 +90,10 @@ def collective_cost(
     "two_step" and "hierarchical" are those of `dist.all_reduce`. `path` says how GPUs that have only PCIe reach each
     other: through the "host" (assumed if nothing is measured) or a "switch".
     """
-    if kind not in KINDS:
-        raise ArgumentError(f"the cost of {kind!r} is not known", fix=f"one of: {', '.join(KINDS)}")
+    check_choice("kind", kind, KINDS)
     for what, word, known in (("algorithm", algorithm, ALGORITHMS), ("path", path, PATHS)):
-        if word not in (None, *known):
-            raise ArgumentError(f"no {what} {word!r}", fix=f"one of: {', '.join(known)}")
+        if word is not None:
+            check_choice(what, word, known)
     if nodes < 1 or ranks < nodes:
         raise ArgumentError(f"{ranks} ranks do not fill {nodes} nodes")
     if ranks < 2:

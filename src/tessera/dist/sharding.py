@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..errors import ArgumentError, is_integer
+from ..errors import ArgumentError, check_choice, is_integer
 from .mesh import Mesh, list_names
 
 NAMED_DIMENSIONS = {"row": 0, "col": 1, "batch": 0, "sequence": 1, "head": 1, "expert": 0}
@@ -183,8 +183,7 @@ _SIZES = {
 def bytes_of(dtype: str) -> int:
     """Return the bytes of one element, by torch's name of its type."""
     name = str(dtype).removeprefix("torch.")
-    if name not in _SIZES:
-        raise ArgumentError(f"dtype={name!r} is not known", fix=f"one of: {', '.join(_SIZES)}")
+    check_choice("dtype", name, _SIZES)
     return _SIZES[name]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ToleranceError, is_number
+from ..errors import ToleranceError, check_choice, is_number
 from . import casting, error_bounds, lowprec
 from .arguments import HALVES
 from .casting import FULL
@@ -102,8 +102,8 @@ def multiply_within(
     capture), full precision runs unchecked.
     """
     left, right = _check(a, b, tolerance, accumulate)
-    if first is not None and first not in casting.PRECISIONS:
-        raise casting.unknown_precision("precision", first)
+    if first is not None:
+        check_choice("precision", first, casting.PRECISIONS)
     out = a.dtype if out_dtype is None else out_dtype
     if has_no_values(left) or _is_capturing(left):
         choice = _choose_unchecked(left, right, tolerance, accumulate)

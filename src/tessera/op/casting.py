@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, MissingExtra, did_you_mean
+from ..errors import ArgumentError, MissingExtra, check_choice
 
 PRECISIONS = ("fp8", "fp8_row", "bf16", "fp16", "tf32", "fp32", "fp64")
 """The precisions of a product, coarsest first; bf16 comes before fp16 and tf32, which round 8 times finer."""
@@ -30,12 +30,6 @@ STORED_AS = {
     "fp64": torch.float64,
 }
 _E4M3_MAX = 448.0
-
-
-def unknown_precision(name: str, precision: Any) -> ArgumentError:
-    """Return the error for a precision that does not exist."""
-    hint = did_you_mean(str(precision), PRECISIONS)
-    return ArgumentError(f"{name}={precision!r} is not a precision{hint}", fix=f"one of {', '.join(PRECISIONS)}")
 
 
 @functools.cache
@@ -54,8 +48,7 @@ def cast(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor | 
 
     `fp8_row` scales the rows of the last dimension. fp8 values are stored in e4m3, tf32 values in fp32.
     """
-    if precision not in PRECISIONS:
-        raise unknown_precision("precision", precision)
+    check_choice("precision", precision, PRECISIONS)
     if precision == "tf32":
         return _round_to_tf32(a.float()), None
     if precision not in ("fp8", "fp8_row") and (precision != "fp16" or a.dtype == torch.float16):

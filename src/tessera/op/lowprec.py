@@ -16,7 +16,7 @@ import torch
 
 from ..errors import ArgumentError, MissingExtra, check_choice
 from .arguments import without_autocast
-from .casting import FULL, PRECISIONS, STORED_AS, cast, find_prepared, multiplies_fp8, quantize, unknown_precision
+from .casting import FULL, PRECISIONS, STORED_AS, cast, find_prepared, multiplies_fp8, quantize
 from .dispatch import force_fp32_sums, is_unobserved, make_differentiable, needs_gradient, set_tf32
 
 ACCUMULATES = ("fp32", "fast")
@@ -42,8 +42,7 @@ def mm(
     """
     check(a, b, precision, accumulate)
     back = backward or ("bf16" if precision in ("fp8", "fp8_row") else precision)
-    if back not in PRECISIONS:
-        raise unknown_precision("backward", back)
+    check_choice("backward", back, PRECISIONS)
     options = (precision, accumulate, out_dtype or a.dtype, back)
     if a.dim() == 2 and b.dim() == 2:
         return _run(a, b, *options)
@@ -66,8 +65,7 @@ def check(a: Any, b: Any, precision: str, accumulate: str = "fp32") -> None:
         raise ArgumentError(f"a is {a.dtype} on {a.device}, b {b.dtype} on {b.device}", fix="one type, one device")
     if a.shape[-1] != b.shape[-2]:
         raise ArgumentError(f"a is {tuple(a.shape)}, b {tuple(b.shape)}", why="a's columns are not b's rows")
-    if precision not in PRECISIONS:
-        raise unknown_precision("precision", precision)
+    check_choice("precision", precision, PRECISIONS)
     check_choice("accumulate", accumulate, ACCUMULATES)
 
 

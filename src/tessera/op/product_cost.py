@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device import Device
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..estimate.cache import CACHE_SHARE
 from ..estimate.data_movement import DataMovement, movement_time
 from ..estimate.gemm import gemm_time
@@ -23,7 +23,7 @@ from ..estimate.kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip, load_f
 from ..estimate.power import DeviceWork, PowerModel
 from ..hardware import lookup
 from . import lowprec
-from .casting import FULL, PRECISIONS, find_prepared, has_fp8_units, multiplies_fp8, unknown_precision
+from .casting import FULL, PRECISIONS, find_prepared, has_fp8_units, multiplies_fp8
 
 # Without fast accumulation, the tensor core's short sums go to fp32 registers every so many products along k: one fp32
 # addition each time (DeepSeek-V3 technical report, 2024, 3.3.2: 128 is the least that is hidden behind the products).
@@ -61,8 +61,7 @@ def order_candidates(
     """
     full = FULL[a.dtype]
     for name in allowed or ():
-        if name not in PRECISIONS:
-            raise unknown_precision("allowed", name)
+        check_choice("allowed", name, PRECISIONS)
     names = [p for p in PRECISIONS if p == full or (_is_useful(p, a, full) and (allowed is None or p in allowed))]
     if first is not None:
         names = names[names.index(first) :] if first in names else [full]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from ..errors import ArgumentError, is_integer
+from ..errors import ArgumentError, check_choice, is_integer
 from ..stream import Stream
 from ..stream import on as stream_on
 from .arguments import HALVES, check_convolution, check_tensors, format_shape, to_pair
@@ -109,8 +109,7 @@ def spectral_conv2d(
 def _padding(w: Any, padding: Any, dilation: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the zeros before (top, left) and after (bottom, right), as conv2d places them."""
     if isinstance(padding, str):
-        if padding not in ("same", "valid"):
-            raise ArgumentError(f"op.spectral_conv2d: padding={padding!r}", fix='"same", "valid", an int or two')
+        check_choice("op.spectral_conv2d: padding", padding, ("same", "valid"))
         reach = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, w.shape[-2:], strict=True)]
         left = (reach[0] // 2, reach[1] // 2)
         return left, (reach[0] - left[0], reach[1] - left[1])
@@ -196,8 +195,7 @@ def spectral_wins(
     x, w = tuple(map(int, x_shape)), tuple(map(int, w_shape))
     if len(x) != 4 or len(w) != 4 or min(*x, *w) < 1:
         raise ArgumentError(f"op.spectral_wins: x_shape={x}, w_shape={w}", fix="four sizes each: (N, C, H, W)")
-    if dtype not in _DTYPES:
-        raise ArgumentError(f"op.spectral_wins: dtype={dtype!r}", fix=f"one of {', '.join(_DTYPES)}")
+    check_choice("op.spectral_wins: dtype", dtype, _DTYPES)
     from ..estimate.predict import predict
     from ..hardware import lookup
 

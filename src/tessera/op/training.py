@@ -34,9 +34,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from torch.overrides import TorchFunctionMode
 
-from ..errors import ArgumentError, is_integer
+from ..errors import ArgumentError, check_choice, is_integer
 from . import hints, lowprec
-from .casting import FULL, PRECISIONS, unknown_precision
+from .casting import FULL, PRECISIONS
 
 _TENSOR_PRODUCTS = {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm}
 _PRODUCTS = {torch.matmul, torch.mm, torch.bmm, *_TENSOR_PRODUCTS}
@@ -74,8 +74,7 @@ class Dual:
 
     @forward.setter
     def forward(self, precision: str) -> None:
-        if precision not in PRECISIONS:
-            raise unknown_precision("forward", precision)
+        check_choice("forward", precision, PRECISIONS)
         self._forward = precision
 
     def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -142,10 +141,8 @@ def dual_precision(
     For a module: a context for its linear layers. For a function: the function, with all its products in these
     precisions. Without a target: a context and decorator for all products.
     """
-    if backward not in PRECISIONS:
-        raise unknown_precision("backward", backward)
-    if accumulate not in lowprec.ACCUMULATES:
-        raise ArgumentError(f"accumulate={accumulate!r}", fix='"fp32" or "fast"')
+    check_choice("backward", backward, PRECISIONS)
+    check_choice("accumulate", accumulate, lowprec.ACCUMULATES)
     if target is None or isinstance(target, nn.Module):
         return Dual(target, forward, backward, accumulate)
     if not callable(target):
@@ -362,8 +359,7 @@ def _to_stages(given: Any) -> tuple[PrecisionStage, ...]:
 def _check_stages(stages: tuple[PrecisionStage, ...]) -> tuple[PrecisionStage, ...]:
     names, ends = [s.precision for s in stages], [s.until for s in stages]
     for name in names:
-        if name not in PRECISIONS:
-            raise unknown_precision("stages", name)
+        check_choice("stages", name, PRECISIONS)
     steps = [end for end in ends if end is not None]
     if len(steps) != len(ends) - 1 or ends[-1] is not None or any(x >= y for x, y in itertools.pairwise(steps)):
         why = "each ends later than the one before, the last never"

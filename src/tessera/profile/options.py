@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import ArgumentError, check_positive, did_you_mean
+from ..errors import ArgumentError, check_choice, check_positive, did_you_mean
 
 Activity = Literal["cpu", "gpu", "memcpy", "collective", "power", "stack", "memory"]
 Mode = Literal["light", "operators", "sampling", "summary"]
@@ -32,7 +32,7 @@ def choose_mode(mode: str | None, operator_steps: int | None, *, for_all: bool) 
     if mode is None:
         mode = "operators" if for_all else "light"
     known, steps = FORMER.get(mode, (mode, None))
-    _check_word(known, MODES, "mode")
+    check_choice("mode", known, MODES)
     if operator_steps is not None and operator_steps < 0:
         raise ArgumentError(f"operator_steps={operator_steps!r} is not a number of steps", fix="0 or more")
     chosen = next(m for m in MODES if m == known)
@@ -66,9 +66,9 @@ class SessionOptions:
     align_clocks: bool = False
 
     def __post_init__(self) -> None:
-        _check_word(self.mode, MODES, "mode")
+        check_choice("mode", self.mode, MODES)
         for activity in self.activities or ():
-            _check_word(activity, ACTIVITIES, "activity")
+            check_choice("activity", activity, ACTIVITIES)
         check_positive("sample_interval_ms", self.interval_ms, fix="milliseconds, or leave it out for 10")
         if self.interval_ms < 1:
             warnings.warn(
@@ -94,12 +94,6 @@ class SessionOptions:
     def traces(self) -> bool:
         """Whether operators or kernels are traced one by one."""
         return self.mode != "sampling" and any(a in self.enabled_activities for a in ("cpu", *ON_DEVICE))
-
-
-def _check_word(word: Any, words: Sequence[str], what: str) -> None:
-    if word not in words:
-        near = did_you_mean(word, words) if isinstance(word, str) else ""
-        raise ArgumentError(f"there is no {what} {word!r}{near}", fix=f"one of: {', '.join(words)}")
 
 
 def check_keywords(unknown: Mapping[str, Any], options: Sequence[str]) -> None:

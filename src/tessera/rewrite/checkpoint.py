@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..device import Device
-from ..errors import ArgumentError, CaptureError, DoesNotFit, RewriteError, check_positive, did_you_mean
+from ..errors import ArgumentError, CaptureError, DoesNotFit, RewriteError, check_choice, check_positive, did_you_mean
 from ..graph.rewrites import Rewrite
 from ..hardware import identify_board, lookup
 from ..units import format_bytes
@@ -152,8 +152,7 @@ def plan(
     itself. `blocks` are names of modules; None finds the repeated ones. `selective=False` considers whole blocks only.
     `on=None` means this machine's GPU, or an H200 if there is none. The other arguments are those of `predict`.
     """
-    if policy not in POLICIES:
-        raise ArgumentError(f"policy={policy!r}{did_you_mean(policy, POLICIES)}", fix=f"one of {', '.join(POLICIES)}")
+    check_choice("policy", policy, POLICIES)
     if memory_bytes is not None:
         check_positive("memory_bytes", memory_bytes, fix="bytes, or None for the chip's memory")
     if not hasattr(model, "named_modules"):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ..errors import ArgumentError, MeasurementError, RewriteError, TesseraError, did_you_mean, needs_extra
+from ..errors import ArgumentError, MeasurementError, RewriteError, TesseraError, check_choice, needs_extra
 from ..graph.rewrites import Rewrite, announce_rewrites
 from ..units import format_duration
 from .notice import announce_if_long
@@ -76,8 +76,7 @@ def optimize(
             f"model_or_step is {_describe(model_or_step)}, which cannot be called",
             fix="optimize(model, inputs): an nn.Module or a function, then its inputs",
         )
-    if mode not in ("infer", "train"):
-        raise ArgumentError(f"no mode {mode!r}{did_you_mean(mode, ('infer', 'train'))}", fix="mode='infer' or 'train'")
+    check_choice("mode", mode, ("infer", "train"))
     if tolerance is not None and not 0 < tolerance < 1:
         raise ArgumentError(f"tolerance={tolerance!r} is not a relative error", fix="e.g. tolerance=1e-2")
     if explain not in (True, False, "modelled"):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import ArgumentError, RewriteError, did_you_mean
+from ..errors import ArgumentError, RewriteError, check_choice
 from ..graph.nested import map_tensors
 from ..monitor.iteration import IterationMeasurement, has_sensor, measure_iteration
 from .compare import OUTSIDE, Comparison, Reference
@@ -97,8 +97,7 @@ class Variant:
 def choose_modes(program: Program, wanted: Sequence[str] | None, cuda: bool) -> list[str]:
     """Return the modes to try, the most promising first."""
     for name in wanted or ():
-        if name not in MODES:
-            raise ArgumentError(f"no variant {name!r}{did_you_mean(name, MODES)}", fix=f"one of {', '.join(MODES)}")
+        check_choice("variant", name, MODES)
     replays = [name for name in wanted or () if name in _REPLAYED]
     if not cuda and replays:
         raise ArgumentError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import check_choice
 from ..estimate.power import DeviceWork, PowerEstimate, PowerModel
 from .deployment import Deployment
 from .forward_pass import PassWork
@@ -53,8 +53,7 @@ _SWITCHING = 1.2
 
 def find_engine(name: str) -> Engine:
     """Return an engine by name."""
-    if name not in ENGINES:
-        raise ArgumentError(f"no engine {name!r}{did_you_mean(name, ENGINES)}", fix=f"one of: {', '.join(ENGINES)}")
+    check_choice("engine", name, ENGINES)
     return ENGINES[name]
 
 
