@@ -239,9 +239,8 @@ def test_requests_that_come_together_are_all_answered(governor):
 
 def test_slow_and_silent_clients_keep_nobody_out(tmp_path, monkeypatch):
     """More strangers than connections: each new one closes the oldest; a client with a token stays."""
-    monkeypatch.setattr(http_server.HttpServer.__init__, "__kwdefaults__", {
-        **http_server.HttpServer.__init__.__kwdefaults__, "connections": 8, "request_s": 60.0,
-    })  # fmt: skip
+    monkeypatch.setattr(http_server, "CONNECTIONS", 8)
+    monkeypatch.setattr(http_server, "REQUEST_S", 60.0)
     with LocalGovernor(tmp_path, POLICY) as governor, contextlib.ExitStack() as stack:
         client = governor.client()
         client.join("n0", 1.0, session="s")
@@ -254,9 +253,7 @@ def test_slow_and_silent_clients_keep_nobody_out(tmp_path, monkeypatch):
 
 
 def test_a_request_that_takes_too_long_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_server.HttpServer.__init__, "__kwdefaults__", {
-        **http_server.HttpServer.__init__.__kwdefaults__, "request_s": 0.2,
-    })  # fmt: skip
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.2)
     with LocalGovernor(tmp_path, POLICY) as governor:
         assert talk(governor, b"POST /v1/jobs HT", shut=False) == b""  # closed, or this would wait for ever
 

@@ -89,12 +89,8 @@ class HttpServer:
         *,
         tls: ssl.SSLContext | None = None,
         refuse: Callable[[int, str], bytes],
-        connections: int = CONNECTIONS,
-        request_s: float = REQUEST_S,
-        idle_s: float = IDLE_S,
     ) -> None:
         self._handle, self._listener, self._tls, self._refuse = handle, listener, tls, refuse
-        self._most, self._request_s, self._idle_s = connections, request_s, idle_s
         self._open: dict[_Connection, None] = {}  # in the order in which they came
         self._accepting: asyncio.Task[None] | None = None
 
@@ -122,7 +118,7 @@ class HttpServer:
             except OSError:  # too many open files, or the client is already gone
                 await asyncio.sleep(0.05)
                 continue
-            if len(self._open) >= self._most and not self._make_room():
+            if len(self._open) >= CONNECTIONS and not self._make_room():
                 sock.close()
                 continue
             connection = _Connection(sock)
@@ -161,23 +157,23 @@ class HttpServer:
             lambda: protocol,
             connection.sock,
             ssl=self._tls,
-            ssl_handshake_timeout=self._request_s if self._tls else None,
+            ssl_handshake_timeout=REQUEST_S if self._tls else None,
             ssl_shutdown_timeout=1.0 if self._tls else None,
         )
         transport.set_write_buffer_limits(high=0)  # `drain` waits until the client has taken all
         writer = connection.writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         keep_alive = True
         while keep_alive:
-            async with asyncio.timeout(self._idle_s if connection.known else self._request_s):
+            async with asyncio.timeout(IDLE_S if connection.known else REQUEST_S):
                 first = await reader.readexactly(1)
             try:
-                async with asyncio.timeout(self._request_s):
+                async with asyncio.timeout(REQUEST_S):
                     request = await self._read(reader, writer, first)
                 response, keep_alive = await self._handle(request), request.keep_alive
             except BadRequest as exc:
                 response, keep_alive = HttpResponse(exc.status, self._refuse(exc.status, exc.what)), False
             connection.known = connection.known or response.known
-            async with asyncio.timeout(self._request_s):
+            async with asyncio.timeout(REQUEST_S):
                 writer.write(_format(response, keep_alive))
                 await writer.drain()
         writer.close()

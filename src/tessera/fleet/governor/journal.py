@@ -36,12 +36,8 @@ class GovernorEvent:
 class GovernorJournal:
     """Finds events in a budget and passes them on."""
 
-    def __init__(
-        self,
-        on_event: Callable[[GovernorEvent], None] = lambda event: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.on_event, self._clock = on_event, clock
+    def __init__(self) -> None:
+        self.on_event: Callable[[GovernorEvent], None] = lambda event: None
         self.counts: Counter[tuple[str, str]] = Counter()
         """Events by what and state."""
         self._states: dict[tuple[str, str], str] = {}
@@ -84,7 +80,7 @@ class GovernorJournal:
         """Count a refused request; report it if the last report is long enough ago."""
         self.counts["refused", code] += 1
         self._unsaid += 1
-        now_s = self._clock()
+        now_s = time.monotonic()
         if code in ("unauthorized", "forbidden") and now_s - self._said_s >= REFUSALS_APART_S:
             self.on_event(GovernorEvent(what="refused", name=who, state=code, text=request, count=self._unsaid))
             self._unsaid, self._said_s = 0, now_s
