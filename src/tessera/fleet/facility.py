@@ -86,6 +86,10 @@ class NodeKind:
         if self.gpus < 1 or not 0.0 <= self.host_w < math.inf:
             raise ArgumentError("a node has at least one GPU, and a host that draws 0 W or more")
 
+    def plug_w(self, gpus_w: float) -> float:
+        """Return the watts at the plug of a node whose GPUs together draw `gpus_w`."""
+        return float(self.supply.draw_w(np.array([gpus_w + self.host_w]))[0])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facility:
@@ -129,8 +133,7 @@ class Facility:
     @cached_property
     def node_limit_w(self) -> float:
         """Return the watts at the plug of a node with all GPUs at their limit: its nameplate."""
-        load_w = self.node.gpus * self.gpu.limit_w + self.node.host_w
-        return float(self.node.supply.draw_w(np.array([load_w]))[0])
+        return self.node.plug_w(self.node.gpus * self.gpu.limit_w)
 
     def find_breaker(self, rack: int) -> Breaker | None:
         """Return the breaker of a rack, from its number (0 first)."""

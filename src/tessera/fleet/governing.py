@@ -42,10 +42,8 @@ class RackGovernors:
         self.engine, self.jobs = engine, jobs
         self.policy = BudgetPolicy.from_rack(policy)
         facility, tree = engine.facility, engine.tree
-        supply = facility.node.supply
-        idle_w = facility.node.gpus * facility.gpu.idle_w + facility.node.host_w
-        self._idle_draw_w = float(supply.draw_w(np.array([idle_w]))[0])
-        share_w = min(self._idle_draw_w, self.policy.limit_w / facility.rack_nodes)
+        idle_w = facility.node.plug_w(facility.node.gpus * facility.gpu.idle_w)
+        share_w = min(idle_w, self.policy.limit_w / facility.rack_nodes)
         self.racks: list[_GovernedRack] = []
         for rack in range(len(tree.racks)):
             nodes = [
@@ -71,7 +69,6 @@ class RackGovernors:
     def _find_jobs(self) -> list[dict[int, float]]:
         """Return, for each class of nodes, the watts at the plug that each of its jobs wants."""
         engine = self.engine
-        supply, host_w = engine.facility.node.supply, engine.facility.node.host_w
         found: list[dict[int, float]] = [{} for _ in range(len(engine.tree.nodes))]
         counts = engine.tree.gpus.count
         for gpu, node in enumerate(engine.tree.gpus.parent):
@@ -81,9 +78,8 @@ class RackGovernors:
                 found[node][job] = found[node].get(job, 0.0) + float(counts[gpu]) * peak_w
         for wanted in found:
             busy = sum(wanted.values())
-            whole = float(supply.draw_w(np.array([busy + host_w]))[0]) if wanted else 0.0
             for job in wanted:
-                wanted[job] *= whole / busy
+                wanted[job] *= engine.facility.node.plug_w(busy) / busy
         return found
 
     def request(self, job: int, now_s: float) -> None:

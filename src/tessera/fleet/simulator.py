@@ -291,8 +291,8 @@ def _choose_nodes(scenario: Scenario) -> dict[str, NDArray[np.int64]] | None:
     policy, facility = scenario.policies.thermal_policy, scenario.facility
     if policy is None or facility.nodes > MANY_NODES:
         return None
-    size, supply = facility.node.gpus, facility.node.supply
-    idle_w = float(supply.draw_w(np.array([size * facility.gpu.idle_w + facility.node.host_w]))[0])
+    size = facility.node.gpus
+    idle_w = facility.node.plug_w(size * facility.gpu.idle_w)
     c_per_w = facility.gpu.heat.resistance_c_per_w / size
     air = facility.aisle
     nodes = [
