@@ -2,7 +2,7 @@
 
 If the bucket counts tokens of Tessera's own kernels, a board that spends `rate` tokens a second draws ::
 
-    idle_w + token_j x rate         so the bucket is refilled atrate = (cap_w - idle_w) / token_j
+    idle_w + token_j x rate         so the bucket is refilled at rate = (cap_w - idle_w) / token_j
 
 The sensor corrects `token_j`, as it corrects `burst_w` for a bucket of joules. The controller is the same, in other
 units: its duty is the rate as a share of the fastest pace that our kernels reached by themselves (1 / `token_s`), and
