@@ -334,7 +334,7 @@ def test_a_smaller_cap_after_a_restart_leaves_no_job_below_its_least() -> None:
     rack.run(80.0)
     low, high = (rack.budget.describe_job(name) for name in ("low", "high"))
     assert (low.state, high.state) == (JobState.QUEUED, JobState.ACTIVE)
-    assert low.reason == "it needs 2700 W, 1300 W are free"
+    assert low.reason == "it needs 2.7 kW, 1.3 kW are free"
     assert high.granted_w >= 3200.0 and rack.caps["n1"] >= 3200.0
     restart(rack, 10_000.0)
     rack.run(80.0)
@@ -356,7 +356,7 @@ def test_a_restart_with_the_same_cap_takes_nothing_away_though_a_node_waits() ->
 @pytest.mark.parametrize(
     ("watts", "reason"),
     [
-        ({"n1": 9000.0}, "it needs 8500 W, 3000 W are free"),
+        ({"n1": 9000.0}, "it needs 8.5 kW, 3 kW are free"),
         ({"n0": 400.0, "n9": 400.0}, "node n9 is silent"),
     ],
 )

@@ -342,7 +342,7 @@ def test_the_log_has_a_line_for_each_event_and_metrics_count_them(governor):
     assert [describe_event(e) for e in seen] == [
         "node n0: joined, guaranteed 500 W",
         "job a: active, asks for 8 kW",
-        "job b: queued, asks for 6 kW (it needs 6000 W, 2000 W are free)",
+        "job b: queued, asks for 6 kW (it needs 6 kW, 2 kW are free)",
         "job a: shed, asks for 8 kW (feed B lost)",
         "emergency: declared to 1 kW (feed B lost)",
         "job a: active, asks for 8 kW",

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 
 from ..errors import GovernorRefusal
+from ..units import format_power
 from .leases import PRIORITIES, BudgetPolicy, Emergency, JobLease, JobState, PowerRequest, round_down
 
 BACKFILL, LOOKS = 64, 1024
@@ -72,15 +73,15 @@ class JobQueue:
             if need_w > self._max_w[name]:
                 raise GovernorRefusal(
                     "too_large",
-                    f"job {request.job!r} needs {need_w:g} W on node {name!r}",
-                    why=f"that node may draw {self._max_w[name]:g} W at most",
+                    f"job {request.job!r} needs {format_power(need_w)} on node {name!r}",
+                    why=f"that node may draw {format_power(self._max_w[name])} at most",
                     fix="ask for less there, or for a lower min_share",
                 )
         if least_w > self.policy.limit_w:
             raise GovernorRefusal(
                 "too_large",
                 f"job {request.job!r} can never be admitted",
-                why=f"with the guaranteed shares of all nodes it needs {least_w:g} W of {self.policy.limit_w:g} W",
+                why=f"with guaranteed shares it needs {format_power(least_w)} of {format_power(self.policy.limit_w)}",
                 fix="ask for less, or for a lower min_share",
             )
 
@@ -152,10 +153,10 @@ class JobQueue:
             return f"node {silent[0]} is silent"
         free_w, more_w = max(0.0, self.policy.limit_w - self.committed_w), self._more_w(request)
         if more_w > free_w:
-            return f"it needs {more_w:g} W, {free_w:g} W are free"
+            return f"it needs {format_power(more_w)}, {format_power(free_w)} are free"
         full = next((node for node in request.watts if not self._fits_node(request, node)), None)
         if full is not None:
-            return f"node {full} has no room for {request.least_w(full):g} W more beside its other jobs"
+            return f"node {full} has no room for {format_power(request.least_w(full))} more beside its other jobs"
         return "jobs before it wait for the same watts"
 
     def position(self, lease: JobLease) -> int | None:

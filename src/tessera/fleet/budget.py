@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, MutableMapping
 
 from ..errors import GovernorRefusal, did_you_mean
+from ..units import format_power
 from .admission import JobQueue
 from .exposure import ExposureLedger
 from .leases import (
@@ -117,14 +118,14 @@ class Budget:
         if not 0 <= share_w <= min(limit_w - others_w, limit_w if max_w is None else max_w):
             raise GovernorRefusal(
                 "too_large",
-                f"node {name!r} cannot have a guaranteed share of {guaranteed_w:g} W",
-                why=f"{others_w:g} W of {limit_w:g} W are guaranteed to other nodes",
+                f"node {name!r} cannot have a guaranteed share of {format_power(guaranteed_w)}",
+                why=f"{format_power(others_w)} of {format_power(limit_w)} are guaranteed to other nodes",
                 fix="ask for less, or remove a node that is gone",
             )
         if node.joined and share_w > self.ledger.free_w(node):
             raise GovernorRefusal(
                 "busy",
-                f"the guaranteed share of node {name!r} cannot grow to {share_w:g} W now",
+                f"the guaranteed share of node {name!r} cannot grow to {format_power(share_w)} now",
                 why="other nodes may still draw these watts",
                 fix=f"try again in {self.policy.lease_s:g} s, or release some jobs",
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...clock import boot_id, read_boot_clock
 from ...errors import GovernorError, GovernorRefusal
+from ...units import format_power
 from ..budget import Budget
 from ..leases import BudgetPolicy, BudgetStatus, CapGrant, Emergency, GovernedNode, JobLease, JobStatus, NodeStatus
 from ..leases import EndedEmergency as EndedEmergency
@@ -54,8 +55,8 @@ class GovernorService:
         guaranteed_w = sum(n.guaranteed_w for n in nodes)
         if guaranteed_w > self.policy.limit_w:
             raise GovernorError(
-                f"{self.policy.limit_w:g} W are less than the nodes' guaranteed shares",
-                why=f"{len(nodes)} nodes have {guaranteed_w:g} W in {self.store.path}",
+                f"{format_power(self.policy.limit_w)} are less than the nodes' guaranteed shares",
+                why=f"{len(nodes)} nodes have {format_power(guaranteed_w)} in {self.store.path}",
                 fix="raise --cap, or remove nodes first (tessera governor remove NODE)",
             )
         ended = self.store.read_ended()
@@ -120,8 +121,8 @@ class GovernorService:
         if to_w is not None and to_w > self.policy.limit_w:
             raise GovernorRefusal(
                 "too_large",
-                f"an emergency down to {to_w:g} W would shed nothing",
-                why=f"all leases together have {self.policy.limit_w:g} W at most",
+                f"an emergency down to {format_power(to_w)} would shed nothing",
+                why=f"all leases together have {format_power(self.policy.limit_w)} at most",
                 fix="name fewer watts, or none: down to the guaranteed shares",
             )
         return self.budget.declare_emergency(self._clock(), reason, to_w)
