@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, is_integer
+from ..errors import ArgumentError, check_choice, is_integer
 from ..stream import Stream
 from ..stream import on as stream_on
 
@@ -199,6 +199,19 @@ def to_pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
     if len(both) != 2 or any(not is_integer(v) or v < least for v in both):
         raise ArgumentError(f"op.{op}: {name}={value!r}", fix=f"{name} is an int of at least {least}, or two of them")
     return int(both[0]), int(both[1])
+
+
+def find_padding(
+    op: str, weight: Any, padding: Any, dilation: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the zeros before (top, left) and after (bottom, right) an image, as torch's conv2d places them."""
+    if not isinstance(padding, str):
+        both = to_pair(op, "padding", padding, 0)
+        return both, both
+    check_choice(f"op.{op}: padding", padding, ("same", "valid"))
+    reach = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[-2:], strict=True)]
+    before = (reach[0] // 2, reach[1] // 2)
+    return before, (reach[0] - before[0], reach[1] - before[1])
 
 
 def check_convolution(op: str, x: Any, w: Any, bias: Any, groups: Any, w_name: str = "weight") -> None:

@@ -81,20 +81,16 @@ def _pad_images(
     Raises ArgumentError if the result has no pixel. An odd pixel of "same" is added at the image's end, as in torch.
     """
     images = x.unsqueeze(0) if x.ndim == 3 else x
-    if padding == "valid":
-        padding = (0, 0)
-    elif padding == "same":
-        if stride != (1, 1):  # as torch says it
-            raise ArgumentError(f"op.conv2d: padding='same' with stride={stride}", fix="stride=1, or padding in pixels")
-        whole = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        if any(pixels % 2 for pixels in whole):
-            images = torch.nn.functional.pad(images, (0, whole[1] % 2, 0, whole[0] % 2))
-        padding = (whole[0] // 2, whole[1] // 2)
-    size = _size(images, weight, stride, padding, dilation)
+    if padding == "same" and stride != (1, 1):  # as torch says it
+        raise ArgumentError(f"op.conv2d: padding='same' with stride={stride}", fix="stride=1, or padding in pixels")
+    before, after = arguments.find_padding("conv2d", weight, padding, dilation)
+    if before != after:
+        images = torch.nn.functional.pad(images, (0, after[1] - before[1], 0, after[0] - before[0]))
+    size = _size(images, weight, stride, before, dilation)
     if min(size) < 1:
         why = f"the result would be {max(0, size[0])}x{max(0, size[1])} pixels"
         raise arguments.shape_error("conv2d", "x", x, why, "a larger image, more padding, or a smaller filter")
-    return images, padding
+    return images, before
 
 
 def _size(x: Any, weight: Any, stride: Any, padding: Any, dilation: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from ..errors import ArgumentError, check_choice, is_integer
 from ..stream import Stream
 from ..stream import on as stream_on
-from .arguments import HALVES, check_convolution, check_tensors, format_shape, to_pair
+from .arguments import HALVES, check_convolution, check_tensors, find_padding, format_shape, to_pair
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -94,7 +94,7 @@ def spectral_conv2d(
         why = "its transforms are of real images"
         raise ArgumentError(f"op.spectral_conv2d: x is {x.dtype}", why=why, fix="op.conv2d")
     dilated = to_pair("spectral_conv2d", "dilation", dilation, 1)
-    before, after = _padding(w, padding, dilated)
+    before, after = find_padding("spectral_conv2d", w, padding, dilated)
     _check_reach(x, w, dilated, before, after)
     with stream_on(stream, x, w, bias):
         if not x.numel():  # MKL refuses transforms of nothing
@@ -104,17 +104,6 @@ def spectral_conv2d(
             out = out + bias.to(out.dtype)[:, None, None]
         out = out.to(x.dtype)
         return out if x.ndim == 4 else out[0]
-
-
-def _padding(w: Any, padding: Any, dilation: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the zeros before (top, left) and after (bottom, right), as conv2d places them."""
-    if isinstance(padding, str):
-        check_choice("op.spectral_conv2d: padding", padding, ("same", "valid"))
-        reach = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, w.shape[-2:], strict=True)]
-        left = (reach[0] // 2, reach[1] // 2)
-        return left, (reach[0] - left[0], reach[1] - left[1])
-    both = to_pair("spectral_conv2d", "padding", padding, 0)
-    return both, both
 
 
 def _check_reach(x: Any, w: Any, dilation: Any, before: Any, after: Any) -> None:
