@@ -60,7 +60,11 @@ def conv2d(
         if tile_shape is None and not torch.compiler.is_compiling():
             tile_shape = hints.current().tiles.get("conv2d")  # type: ignore[assignment]  # a tile of three
         if tile_shape is None:
-            return torch.nn.functional.conv2d(x, weight, bias, steps[0], padding, steps[1], groups)
+            try:
+                return torch.nn.functional.conv2d(x, weight, bias, steps[0], padding, steps[1], groups)
+            except RuntimeError:
+                _pad_images(x, weight, steps[0], padding, steps[1])  # raises our error if the result has no pixel
+                raise
         x, weight, bias = arguments.cast_like_autocast(x, weight, bias)
         check_dtype("conv2d", "x", x)
         shape, (stride, dilation) = Tile.of("conv2d", tile_shape), steps
