@@ -220,10 +220,8 @@ def _multiply(op: str, a: Any, b: Any, plan: _Plan) -> Any:
     tile_shape, precision, accumulate, tolerance = plan
     if tile_shape is None and precision is None and tolerance is None:
         return padding.matmul(a, b)
-    if (
-        precision or tolerance
-    ) and a.dtype is not b.dtype:  # autocast, which would give them one dtype, does not apply here
-        wide = torch.promote_types(a.dtype, b.dtype)
+    if (precision or tolerance) and a.dtype is not b.dtype:
+        wide = torch.promote_types(a.dtype, b.dtype)  # autocast, which would do so, does not apply here
         a, b = a.to(wide), b.to(wide)
     left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
     if tolerance is not None:

@@ -96,9 +96,8 @@ class RunDatabase:
                     for cell in row:
                         if cell.__class__ is str or cell.__class__ is bytes:
                             held += len(cell)
-                    if (
-                        held > self.budget.size + _PIECE and held > size_with_log(self.path) + _PIECE
-                    ):  # a live run grows
+                    # a live run grows
+                    if held > self.budget.size + _PIECE and held > size_with_log(self.path) + _PIECE:
                         raise bad_file(self.path, "its tables list the same data again and again", DAMAGED_FIX)
                     rows.append(row)
         except sqlite3.Error as exc:

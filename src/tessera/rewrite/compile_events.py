@@ -49,9 +49,8 @@ _counts: Counter[bool] = Counter()  # by whether a graph was recorded
 def count_events() -> CompileEvents:
     """Return the counts since this process first asked; only the difference of two answers has a meaning."""
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if (
-        handler is not None and _note_compilation not in handler.start_callbacks
-    ):  # torch._dynamo.reset() forgets the callback
+    # torch._dynamo.reset() forgets the callback
+    if handler is not None and _note_compilation not in handler.start_callbacks:
         handler.register_start_callback(_note_compilation)
     return CompileEvents(_counts[False], _counts[True], _count_allocations())
 

@@ -218,10 +218,8 @@ class Optimized:
         # A replayed variant cannot replace another replayed one: what breaks one replay breaks the other.
         others = [v for v in search.tried[1:] if v is not best and v.ok and v.time_s and not v.is_replayed]
         candidates = [best, *([find_cheapest(others)] if others else []), search.tried[0]]
-        if (
-            best.mode == EAGER or self._options.budget_s <= 0
-        ):  # there is nothing to compare with, or nothing may be measured
-            candidates = [best]
+        if best.mode == EAGER or self._options.budget_s <= 0:
+            candidates = [best]  # there is nothing to compare with, or nothing may be measured
         calls = {v.name: search.program.wrap(v.call) for v in candidates}
         for variant in search.tried:
             variant.call = None

@@ -256,9 +256,8 @@ class Controller:
         self._unchanged_s, self._learnt_s = self._unchanged_s + seconds, self._learnt_s + seconds
         if self._learnt_s <= START_S and quick_s <= 2 * QUICK_S:
             self.burst_w = self._quick_w = seen_w
-        elif (
-            both_w > (1.0 + SURGE) * self.burst_w and quick_s <= 2 * QUICK_S
-        ):  # too much at once is worse than too little
+        elif both_w > (1.0 + SURGE) * self.burst_w and quick_s <= 2 * QUICK_S:
+            # too much at once is worse than too little
             self.burst_w, self._quick_w, self._unchanged_s = both_w, both_w, 0.0
         elif abs(self._quick_w - self.burst_w) > JUMP * self.burst_w:
             self.burst_w, self._unchanged_s = self._quick_w, 0.0

@@ -141,10 +141,8 @@ class JobShaper:
         for _ in range(LEARN + 2):
             self.step()
             step()
-        if (
-            self._period_s is None and not self.policy.phase_shift.is_off
-        ):  # the period was given, so no step has agreed on it yet
-            self._agree()
+        if self._period_s is None and not self.policy.phase_shift.is_off:
+            self._agree()  # the period was given, so no step has agreed on it yet
         self._trial = ShaperTrial(steps, pairs)
         try:
             while True:
@@ -232,10 +230,9 @@ class JobShaper:
         own_s = self._given_s
         if own_s is None:
             usual = sorted(list(self._intervals)[FIRST:])
-            own_s = usual[len(usual) // 4]
-        own_s += (0.0 if self._given_s is not None else 1.0) * self._of_step * sum(self.policy.jitter_s) / 2
-        if self._given_s is None and not self.synchronous:
-            own_s *= 1 + MARGIN
+            own_s = usual[len(usual) // 4] + self._of_step * sum(self.policy.jitter_s) / 2
+            if not self.synchronous:
+                own_s *= 1 + MARGIN
         period_s, origin_s = _largest(own_s, self._clock())
         if not _is_distributed() and self._given_s is None and not self.synchronous and self.place.replicas > 1:
             self._notes["alone"] = "the groups share no process group: give all of them the same period="
