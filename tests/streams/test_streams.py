@@ -244,6 +244,7 @@ def test_a_copy_on_a_cpu_is_made_at_once(cpu):
         (torch.zeros(3), torch.zeros(3, dtype=torch.half), "dst is torch.float32, src torch.float16"),
         (torch.zeros(3, 2), torch.zeros(2, 3).t(), "src does not have"),
         (torch.zeros(6)[::2], torch.zeros(3), "dst does not have"),
+        (torch.zeros(3), torch.zeros(3, device="meta"), "src is a meta tensor"),
         (torch.zeros(3), [1, 2, 3], "src is a list"),
         (None, torch.zeros(3), "dst is a NoneType"),
     ],

@@ -70,6 +70,8 @@ def _check_tensors(torch: Any, dst: Any, src: Any) -> Any:
             why="converting would first copy on the host",
             fix="copy in src's dtype and convert on the device: dst.to(...)",
         )
+    if src.is_meta and not dst.is_meta:
+        raise ArgumentError("src is a meta tensor, dst is not", why="it has a shape and no values", fix="a real src")
     dimensions = {torch.contiguous_format: dst.dim(), torch.channels_last: 4, torch.channels_last_3d: 5}
     formats = [memory_format for memory_format, dim in dimensions.items() if dim == dst.dim()]
     if not any(dst.is_contiguous(memory_format=f) and src.is_contiguous(memory_format=f) for f in formats):
