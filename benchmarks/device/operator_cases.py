@@ -123,7 +123,7 @@ def contraction(rng: random.Random) -> Use:
     form = rng.choice(
         ("bhid,bhjd->bhij", "bhij,bhjd->bhid", "bic,cd->bid", "bnc,bmc->bnm", "bijc,bjkc->bikc", "ab,ac->bc")
     )
-    sizes = {c: near(rng, 8, 512, 8) for c in set(form) - set(",->")}
+    sizes = {c: near(rng, 8, 512, 8) for c in sorted(set(form) - set(",->"))}
     sizes |= {"b": log_uniform(rng, 1, 32), "h": rng.choice((4, 8, 12, 16)), "d": rng.choice((32, 64, 128))}
     left, right = form.partition("->")[0].split(",")
     return lambda x, y: torch.einsum(form, x, y), [tuple(sizes[c] for c in side) for side in (left, right)]

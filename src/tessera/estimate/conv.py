@@ -115,6 +115,19 @@ class Conv:
         """Whether every channel is its own group."""
         return self.groups > 1 and self.groups == self.x[1]
 
+    @property
+    def kind(self) -> str:
+        """What says how well it is known which kernel cuDNN picks: "grouped", "video", "odd" channels or "plain".
+
+        For some groups, three dimensions and rows that are not of 16 bytes it falls back to kernels without matrix
+        units, up to 50 times as slow, and no rule was found for when.
+        """
+        if self.groups > 1 and not self.depthwise:
+            return "grouped"
+        if len(self.x) > 4:
+            return "video"
+        return "odd" if (self.x[1] % 8 or self.out[1] % 8) and not self.depthwise else "plain"
+
 
 def conv_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) -> KernelTime:
     """A convolution forward, or the gradients that were asked for."""
@@ -183,7 +196,8 @@ def pass_time(device: Device, conv: Conv, hbm_bytes: float | None) -> KernelTime
     extra = max(0.0, crossing / (0.85 * of.bandwidth) - seconds)
     on_vectors = conv.depthwise or conv.without_matrix_units
     product, native = of.peak("fp32", "vector")[1:] if on_vectors else of.peak(conv.precision)[1:]
-    width = float(load_fit(DATA)["relative_error"]) * (1.0 if of.calibrated else 1.8) * (1.0 if native else 1.5)
+    width = float(load_fit(DATA)["relative_error"][conv.kind])
+    width *= (1.0 if of.calibrated else 1.8) * (1.0 if native else 1.5)
     provenance = "tiles and cuDNN's choices, fitted on the H200"
     return KernelTime(
         seconds=seconds + extra,

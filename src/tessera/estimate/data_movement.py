@@ -24,6 +24,8 @@ from ..joules import Floats
 from .kernel_time import Chip, KernelTime, Trees, find_correction, load_fit
 
 DATA = "h200_stream.json"
+ALIKE = ("foreach", "copy.im2col", "scatter.col2im", "copy.col2im")
+"""Families whose operators launch one kernel several times, each on a part of the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def movement_time(of: Chip, work: DataMovement, unit: str = "vector.fp32") -> Ke
 def _time_by_rates(of: Chip, s: DataMovement, unit: str) -> KernelTime:
     data = load_fit(DATA)
     c = constants(s.family)
-    start_s = float(c["start_s"]) * (s.kernels if s.family.startswith("foreach") else 1) + s.alone_s
+    start_s = float(c["start_s"]) * (s.kernels if s.family.startswith(ALIKE) else 1) + s.alone_s
     p = data["exponent"]
     occupied = min(1.0, s.blocks / of.units)
     hbm_s = s.hbm_bytes / (c["bandwidth"] * of.bandwidth)

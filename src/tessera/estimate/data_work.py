@@ -6,6 +6,7 @@ kernels divide the work: rows that share a warp, columns that one block sums, an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil, expm1, log2, prod
 from typing import Any
 
@@ -39,10 +40,16 @@ def movement_of(op: Op, hbm_bytes: float) -> DataMovement:
     )
 
 
-def _count_passes(op: Op) -> int:
-    """How often a Fourier transform reads its data: once for each dimension, a long one several times."""
+# What torch computes by several kernels, each over all elements: how often these go over the operands.
+_PASSES = {
+    "logsumexp": 6.0, "binary_cross_entropy_with_logits": 5.5, "smooth_l1_loss": 2.0, "mse_loss": 2.0, "huber_loss": 2.0,
+}  # fmt: skip
+
+
+def _count_passes(op: Op) -> float:
+    """How often an operator reads its data; a Fourier transform once for each dimension, a long one several times."""
     if op.kind != "fft" or not op.inputs or not op.outputs:
-        return 1
+        return _PASSES.get(_rate_name(op), 1.0)
     shape = max(op.inputs[0].shape, op.outputs[0].shape, key=prod)  # of a real transform one side is half as long
     dims = [d for d in op.params.get("dims", (-1,)) if shape]
     return sum(max(1, ceil(log2(max(2, shape[d])) / log2(_POINTS))) for d in dims) or 1
@@ -78,8 +85,10 @@ def power_family(op: Op) -> str:
 
 
 def _run_length(op: Op) -> float:
-    """Elements of one run: a row of a norm or sum, a channel's plane, neighbours in a copy."""
+    """Elements of one run: a row of a norm or sum, a channel's plane, neighbours in a copy, hits of one place."""
     x = max(op.inputs, key=lambda t: t.numel, default=None)
+    if op.kind == "scatter" and op.outputs:
+        return max(1.0, float(max(t.numel for t in op.inputs)) / max(1, op.outputs[0].numel))
     if x is None or not x.shape:
         return 1.0
     if op.kind == "norm" and "normalized" in op.params:
@@ -127,18 +136,41 @@ _THREADS, _SHARE, _LEAST_SHARE = 132 * 2048, 256, 16
 # take 36 to 166 us, 512 columns of 200,000 rows 142 us (h200_heldout5_traces).
 _MERGE_STEP_S = 0.25e-6
 # A warp adds the values of one row one after the other: 2,401 of which 49 have one row take 8.6 us, 160,000 of which
-# 80,200 have one 14.1 ms (h200_dev and heldout5 traces).
-_SAME_ROW_S = 0.176e-6
+# 80,200 have one 14.1 ms (h200_dev and heldout5 traces). So it does for every 512 elements of a row: 8,192 rows of
+# 2,048 that are all added to one take 5.5 ms (h200_operator_traces).
+_SAME_ROW_S, _SAME_ROW = 0.176e-6, 512
+# A thread adds up a column one element after the other: 48,235 take 8.97 ms, 189 take 34 us; for a softmax, which goes
+# through it three times (its gradient twice), 2,220 take 1.34 ms (h200_operator_traces).
+_SCANNED_S, _SPATIAL_S = 0.186e-6, 0.2e-6
+# Where source and result do not fit into the H200's cache: 462,375 of 64 columns take 161 ms.
+_SCANNED_FAR_S, _CACHED = 0.34e-6, 50e6
+_SPATIAL_ALONE = 64  # columns up to which the threads of a block share the elements of each (PersistentSoftmax.cuh)
 
 
 def _alone_s(op: Op, family: str) -> float:
-    """Seconds in which one block or warp works alone."""
+    """Seconds in which one block, warp or thread works alone."""
     if family.startswith("reduce.outer"):
         columns = op.outputs[0].numel
         return _MERGE_STEP_S * _count_merge_steps(columns, max(t.numel for t in op.inputs) // max(1, columns))
     if _adds_sorted(op):
-        return _SAME_ROW_S * float(op.params.get("longest_run") or 0)
+        added = float(op.params.get("longest_run") or _run_length(op))
+        return _SAME_ROW_S * added * ceil(float(op.params.get("row") or 1) / _SAME_ROW)
+    if family.startswith("sort.columns"):
+        return (_SCANNED_S if op.bytes_in + op.bytes_out < _CACHED else _SCANNED_FAR_S) * _columns(op)[0]
+    if family.startswith("softmax.spatial"):
+        length, columns = _columns(op)
+        passes = 2 if "backward" in family else 3
+        return passes * _SPATIAL_S * length if columns > _SPATIAL_ALONE else 0.0
     return 0.0
+
+
+def _columns(op: Op) -> tuple[int, int]:
+    """Elements along the dimension that an operator works on, and the columns side by side: 1 for the last one."""
+    x, dim = max(op.inputs, key=lambda t: t.numel), op.params.get("dim", -1)
+    if not x.shape or not isinstance(dim, int):
+        return 1, 1
+    dim %= len(x.shape)
+    return x.shape[dim], prod(x.shape[dim + 1 :])
 
 
 def _count_merge_steps(columns: int, rows: int) -> float:
@@ -161,9 +193,15 @@ def count_launches(op: Op) -> int:
         return max(1, -(-sum(-(-t.numel // CHUNK) for t in op.outputs) // CHUNKS_PER_LAUNCH))
     if op.kind == "sort":
         return 2
+    if _rate_name(op) in _BY_SAMPLE:
+        return max(1, op.inputs[0].shape[0])
     if op.kind == "scatter" and "embedding" in op.name:
         return 29 if _index_length(op) > _UNSORTED else 1
     return 9 if _adds_sorted(op) else 1
+
+
+_BY_SAMPLE = ("im2col", "col2im")
+"""Operators that launch a kernel for every sample."""
 
 
 def _adds_sorted(op: Op) -> bool:
@@ -182,23 +220,14 @@ def _find_family(op: Op, short: str) -> tuple[str, float, float]:
     n = float(biggest.numel) if biggest else 1.0
     if "generated" in op.params:
         return "elementwise.dense.generated", n, n / 1024
-    if op.kind == "copy":
-        return _copy(op, short, n)
-    if op.kind == "softmax":
-        return _softmax(op, short, n)
-    if op.kind == "norm":
-        return _norm(op, short, n)
-    if op.kind == "batch_norm":
-        return _batch_norm(op, short, n)
-    if op.kind == "reduce":
-        return _reduction(op, short, n)
+    by_kind = _BY_KIND.get(op.kind)
+    if by_kind is not None:
+        return by_kind(op, short, n)
     if op.kind == "foreach":
         chunks = float(sum(-(-t.numel // CHUNK) for t in op.outputs))
         return f"foreach.{short.removeprefix('_foreach_')}", float(sum(t.numel for t in op.outputs)), chunks
     if op.kind in ("gather", "scatter"):
         return _gather_or_scatter(op, short)
-    if op.kind == "pool":
-        return _pool(op, short, n)
     if short == "upsample_bilinear2d" and op.outputs and not op.outputs[0].channels_last:
         # One thread for every point of the picture, which goes through all channels of all samples.
         return f"resample.planes.{short}", n, max(1.0, prod(op.outputs[0].shape[2:]) / 512)
@@ -206,6 +235,11 @@ def _find_family(op: Op, short: str) -> tuple[str, float, float]:
         return f"resample.planes.{short}", n, n / 1024  # which adds to planes by atomics
     if short in ("sort", "argsort") and op.inputs and max(op.inputs[0].shape, default=1) > _SORTED_BY_BLOCK:
         return f"sort.radix.{short}", n, n / 1024
+    if short in _SCANS and op.inputs:
+        length, columns = _columns(op)
+        if columns > 1:
+            return f"sort.columns.{short}", n, n / length / 512
+        return f"sort.scan.{short}", n, max(1.0, n / length)
     # A distance goes through all coordinates of its two points.
     return f"{op.kind}.{_operand_layout(op)}.{short}", n * float(op.params.get("coordinates", 1)), n / 1024
 
@@ -214,6 +248,7 @@ def _find_family(op: Op, short: str) -> tuple[str, float, float]:
 # operators that write where an index says without adding.
 _UNSORTED = 3072
 _SORTED_BY_BLOCK = 4096  # elements that one block sorts; longer rows are sorted by 21 kernels
+_SCANS = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin")
 _WRITTEN = ("index_copy", "index_fill", "scatter", "index_put", "index_put_impl", "unsafe_index_put")
 
 
@@ -242,9 +277,10 @@ def _gather_or_scatter(op: Op, short: str) -> tuple[str, float, float]:
     if _adds_sorted(op):
         # A warp adds a row 128 elements at a time, and takes as long for a short one as for 75; sorting costs as much
         # as 13 of a row (rows of 1 to 256 elements, 8,832 to 900,000 of them: h200_heldout4_traces).
-        width = moved / rows
+        width = float(op.params.get("row") or moved / rows)
+        rows = moved / width
         added = 75.0 if width <= 32 else 128.0 * ceil(width / 128.0)
-        return "scatter.index_put", rows * (13.0 + added), rows / 4
+        return f"scatter.index_put{'.columns' if width == 1 else ''}", rows * (13.0 + added), rows / 4
     # Writing rows where an index says is one kernel, as reading them is; index_add and scatter_add add atomically.
     plain = op.kind == "scatter" and short.strip("_") in _WRITTEN
     return f"{'gather' if plain else op.kind}.{short}", moved, moved / 1024
@@ -313,7 +349,8 @@ def _copy(op: Op, short: str, n: float) -> tuple[str, float, float]:
     if source.dtype != target.dtype:  # to a wider format torch's kernel does not vectorise its loads
         cast = "up" if DTYPE_BYTES.get(target.dtype, 4) > DTYPE_BYTES.get(source.dtype, 4) else "down"
     if short not in ("clone", "copy", "_to_copy", "contiguous"):
-        return f"copy.{short}", float(target.numel), target.numel / 1024
+        launches = op.inputs[0].shape[0] if short in _BY_SAMPLE else 1
+        return f"copy.{short}", float(target.numel), target.numel / 1024 / max(1, launches)
     if source.shape != target.shape or 0 in source.stride:
         return f"copy.broadcast.{cast}", n, n / 1024
     if source.stride == target.stride or (source.contiguous and target.contiguous):
@@ -357,6 +394,9 @@ def _norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     sources = [t for t in op.inputs[: 2 if "backward" in short else 1] if t.numel == x.numel]
     odd = [t for t in sources if not t.contiguous]
     layout = "" if not odd else ".strided" if all(_inner(t) == len(t.shape) - 1 for t in odd) else ".crossed"
+    if "norm_backward" not in short and width % 4 and not layout:
+        # Rows that are not of whole vectors go through two kernels, the first of which walks.
+        return f"norm.{short}.odd", n + 750.0 * rows, rows
     columns = width / 32.0
     if "layer_norm_backward" in short and len(op.outputs) > 1 and _MANY_ROWS[0] < rows <= _MANY_ROWS[1]:
         # The gradient of the weights is summed by a block for 32 columns, the whole way down.
@@ -372,8 +412,12 @@ def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     # cuDNN's kernels take fp32 weights and no bf16, torch's own anything.
     narrow = x.dtype == "bf16" or (x.dtype != "fp32" and all(t.dtype != "fp32" for t in op.inputs[1:3]))
     name = f"batch_norm.{phase}.{layout}{'.narrow' if narrow else ''}"
-    if phase != "eval" or layout == "last":
-        return name, n, n / 1024 if layout == "last" else channels
+    if layout == "last":
+        return name, n, n / 1024
+    if (
+        phase != "eval"
+    ):  # a block for every channel, which costs as much as 2000 elements where it also writes statistics
+        return name, n + (2000.0 * channels if phase == "train" else 0.0), channels
     # A block for every channel of a sample: 16 planes of 256 x 256 keep 16 SMs busy, a plane of 10 x 10 none for long.
     planes = x.shape[0] * channels
     return name, n + (270.0 if narrow else 130.0) * planes, planes
@@ -397,3 +441,8 @@ def _reduction(op: Op, short: str, n: float) -> tuple[str, float, float]:
     short_rows = min(1.0, 2.0 ** int(log2(max(1.0, n / out))) / 32.0)
     elements = n + (400.0 * short_rows * out if kind == "inner" else 0.0)
     return f"reduce.{kind}.{short}", elements, max(out / (4.0 if last else 32.0), n / 8192)
+
+
+_BY_KIND: dict[str, Callable[[Op, str, float], tuple[str, float, float]]] = {
+    "copy": _copy, "softmax": _softmax, "norm": _norm, "batch_norm": _batch_norm, "reduce": _reduction, "pool": _pool,
+}  # fmt: skip

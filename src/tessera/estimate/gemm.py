@@ -177,7 +177,7 @@ def _gemm_of_rows(
     seconds = overhead + body
     unit, native = of.peak(p.precision)[1:]
     if fit is None:
-        width = kernel_error(load_fit(_DATA)["interval"], of, native, seconds, p.source)
+        width = kernel_error(load_fit(_DATA)["interval"], of, native, seconds, find_interval(p))
     else:
         width = fit.relative_error(of, seconds, native=native)
     return KernelTime(
@@ -195,6 +195,15 @@ def _gemm_of_rows(
         provenance=f"tile and wave model, {source}",
         activity=min(max(factor, 0.85), 1.15),
     )
+
+
+def find_interval(p: Product) -> str:
+    """Name the measured spread that a product's interval comes from.
+
+    cuBLAS's choice is less well known for batches of products, and where a side is no multiple of 8.
+    """
+    uneven = p.batch > 1 or any(side % 8 for side in (p.m, p.n, p.k))
+    return "torch_uneven" if p.source == "torch" and uneven else p.source
 
 
 def find_constants(of: Chip, p: Product) -> tuple[Mapping[str, Any], KernelFit | None]:

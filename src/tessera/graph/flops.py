@@ -131,8 +131,17 @@ def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
         case "_cdist_forward":
             return {"coordinates": args[0].shape[-1]}
         case "index_put" | "index_put_" | "_index_put_impl_" | "_unsafe_index_put":
-            return {"accumulate": bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))}
+            accumulate = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+            return {"accumulate": accumulate, "row": _named_row(args[0], args[1])}
     return {}
+
+
+def _named_row(x: Any, indices: Sequence[Any]) -> int:
+    """Elements that lie behind one index: those of the dimensions after the last one that is indexed."""
+    masks = ("torch.bool", "torch.uint8")  # each stands for all its dimensions
+    named = [1 if i is None or str(i.dtype) not in masks else max(1, i.dim()) for i in indices]
+    last = max((n for n, i in enumerate(indices, 1) if i is not None), default=0)
+    return prod(x.shape[sum(named[:last]) :])
 
 
 def params_of_ours(short: str, args: Sequence[Any]) -> dict[str, Any]:
