@@ -101,9 +101,10 @@ def later(words: str, which: str) -> list[Goal]:
 
 GOALS = {
     "gemm seconds, H200, vLLM": 6, "gemm seconds, H200, torch alone": 6, "gemm seconds, H200, torch in models": 6,
-    "gemm seconds, H200, torch in models of later sets": 6,
+    "gemm seconds, H200, torch in models of later sets": 6, "gemm seconds, H200, torch, random shapes": 6,
     "attention seconds, H200, vLLM": 9, "attention seconds, H200, torch alone": 9,
     "attention seconds, H200, torch in models": 9, "attention seconds, H200, torch in models of later sets": 9,
+    "attention seconds, H200, torch, random shapes": 9,
     "gemm joules, H200, torch alone": 10, "attention joules, H200, torch alone": 10,
 }  # fmt: skip
 
@@ -134,6 +135,17 @@ def kernels(k: dict[str, Any], rest: dict[str, Any]) -> list[Goal]:
         Goal(what="held-out kernels inside the stated 90% interval, %", goal="85-95", reached=inside,
              met=all(0.85 <= x <= 0.95 for x in (*c, s["inside"], s["inside_energy"])),
              where=where("kernel_accuracy", H200), command="python benchmarks/predict/kernel_accuracy.py"),
+    ]  # fmt: skip
+
+
+def operators(found: dict[str, Any]) -> list[Goal]:
+    """Operators with shapes drawn at random, kept apart from the fits."""
+    return [
+        Goal(what=f"random operators kept apart, {kind} ({f['operators']} calls, {f['programs']} programs): mean error of one; of a program's kernels, %",
+             goal="printed", reached=f"{pct(f['mean_abs_error'])} (median {pct(f['median_abs_error'])}; {pct(f['coverage_90'])}% in the 90% interval); {pct(f['program_mean_abs_error'])}",
+             beside=f"roofline {pct(f['roofline_mean_abs_error'])}", where=where("operator_kept", H200),
+             command="python benchmarks/predict/operator_accuracy.py")
+        for kind, f in found["kinds"].items()
     ]  # fmt: skip
 
 
@@ -225,6 +237,8 @@ def goals() -> list[Goal]:
         *later("third", "heldout3"),
         *later("fourth", "heldout4"),
         *later("fifth", "heldout5"),
+        *later("sixth", "heldout6"),
+        *operators(load("operator_kept")),
         *kernels(load("kernel_accuracy"), load("predict_kernels")),
         *chips(load("public_kernels"), load("left_out_chips")),
         *speed(load("predict_time"), load("flops")["models"]),

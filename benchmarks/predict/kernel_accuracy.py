@@ -104,7 +104,8 @@ def accuracy(rows: list[Row]) -> dict[str, Any]:
             seconds,
         )
         lines[f"{kind} seconds, H200, torch in models"] = [r for r in h200 if r.models == "dev"], seconds
-        later = [r for r in h200 if r.models not in ("", "dev")]
+        lines[f"{kind} seconds, H200, torch, random shapes"] = [r for r in h200 if r.models == "operator"], seconds
+        later = [r for r in h200 if r.models not in ("", "dev", "operator")]
         lines[f"{kind} seconds, H200, torch in models of later sets"] = later, seconds
         lines[f"{kind} joules, H200, torch alone"] = [r for r in h200 if r.joules], joules
     return {name: figures(members, of) for name, (members, of) in lines.items() if members}

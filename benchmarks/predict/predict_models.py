@@ -7,6 +7,7 @@
     python benchmarks/predict/predict_models.py heldout3                        a third: the choices between fits are made by it
     python benchmarks/predict/predict_models.py heldout4                        a fourth
     python benchmarks/predict/predict_models.py heldout5                        a fifth
+    python benchmarks/predict/predict_models.py heldout6                        a sixth, in no fit
 
 The sets were recorded with transformers 5.17, which gives encoders a mask while a graph is captured; later ones do not, and
 are then another program (T5 takes half of the time). Run it with that version; the result names the one it was run with.
@@ -211,7 +212,9 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=["public", "dev", "heldout", "heldout2", "heldout3", "heldout4", "heldout5"])
+    parser.add_argument(
+        "which", choices=["public", "dev", "heldout", "heldout2", "heldout3", "heldout4", "heldout5", "heldout6"]
+    )
     parser.add_argument("--shared", type=Path, default=BENCHMARKS.parent.parent / "shared")
     parser.add_argument("--out", help="the name of the result, where it is not that of the set: a later look at it")
     parser.add_argument("--quiet", action="store_true", help="only the summary")
