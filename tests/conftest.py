@@ -27,7 +27,9 @@ STARTUP = str(Path(__file__).with_name("startup"))
 
 def pytest_configure() -> None:
     """Programs that tests start find startup/sitecustomize.py. And under nohup, or as a shell's background job, signals
-    are ignored, and every child would inherit that."""
+    are ignored, and every child would inherit that. One thread for torch, also without make: on a busy machine two that
+    wait for each other took 14 s for a call of 60 ms, and a search had no time left."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
     for signum, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(signum) is signal.SIG_IGN:

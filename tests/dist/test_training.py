@@ -197,7 +197,8 @@ def test_published_rows_that_lack_something_are_skipped_with_the_reason(tmp_path
     published.main()
     result = json.loads(capsys.readouterr().out)
     assert {"scored", "skipped", "median_error", "within_30", "memory_median_error", "coverage"} <= set(result)
-    assert result["median_error"] < 0.15
+    assert scores[0].error is not None and result["median_error"] == pytest.approx(abs(scores[0].error))
+    assert result["median_error"] < 0.3  # one row, not the accuracy of the model
 
 
 def test_a_published_file_may_be_plain_or_gzipped_under_any_name_with_numbers_as_strings(tmp_path):
