@@ -12,7 +12,7 @@ from tessera.device import Device
 from tessera.estimate.gemm import gemm_time
 from tessera.estimate.ops import OpModel
 from tessera.estimate.power import DeviceWork, PowerModel
-from tessera.graph.flops import work_of
+from tessera.graph.flops import params_of, work_of
 from tessera.graph.ir import DTYPE_BYTES, Op, TensorSpec
 from tessera.hardware import catalogue, lookup
 
@@ -252,6 +252,20 @@ def test_rows_added_after_a_sort(rows: int, shape: tuple[int, int], us: float) -
     check(op, 0.0)
     kernel = MODELS["h200"].time(op, float(values.nbytes))
     assert kernel.seconds == pytest.approx(us * 1e-6, rel=0.35)
+
+
+def test_numbers_named_one_by_one_are_not_rows() -> None:
+    """A table of 16 numbers looked up 11.5 million times (h200_heldout6_traces: stablelm_10layers_four_bits)."""
+    table, ids = tensor(0, (16,), "bf16"), tensor(1, (5_767_168, 2), "int64")
+    op = make_op("aten.index", "gather", [table, ids], [tensor(2, (5_767_168, 2), "bf16")])
+    assert MODELS["h200"].time(op, float(ids.nbytes)).seconds == pytest.approx(35e-6, rel=1.2)  # was 4 ms
+
+
+def test_a_scan_knows_its_dimension() -> None:
+    """A thread goes down a column (h200_heldout6_traces: min_gru_6layers_autocast_train)."""
+    x = tensor(0, (8, 2048, 1536), "fp32")
+    op = make_op("aten.logcumsumexp", "sort", [x], [x], **params_of("logcumsumexp", (None, 1), {}))
+    assert MODELS["h200"].time(op, float(op.bytes_in + op.bytes_out)).seconds == pytest.approx(1.08e-3, rel=0.3)
 
 
 def test_values_of_one_row_are_added_one_after_the_other() -> None:

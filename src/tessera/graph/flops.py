@@ -123,7 +123,7 @@ def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
             return dict(zip(_CONV_ARGS, args[3:9], strict=False))
         case "convolution_backward":
             return {**dict(zip(_CONV_ARGS, args[4:10], strict=False)), "needs": tuple(args[10])}
-        case "cat" | "stack" | "cumsum" | "sort" | "topk":
+        case "cat" | "stack" | "sort" | "topk" | "cumsum" | "cumprod" | "logcumsumexp" | "cummax" | "cummin":
             ints = [a for a in args[1:] if isinstance(a, int)]
             return {"dim": ints[-1] if ints else 0}
         case "_to_copy":
