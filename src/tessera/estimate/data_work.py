@@ -262,11 +262,9 @@ def _gather_or_scatter(op: Op, short: str) -> tuple[str, float, float]:
     moved = float(max((t.numel for t in (op.outputs if op.kind == "gather" else written)), default=1))
     rows = float(_index_length(op))
     table = op.inputs[0]
-    if len(table.shape) < 2:  # numbers named one by one are not rows
-        aligned = short != "index"
-    else:
-        aligned = table.shape[-1] * DTYPE_BYTES.get(table.dtype, 4) % 16 == 0
-    if op.kind == "gather" and aligned and (lookup := _row_lookup(op, short)):
+    named = len(table.shape) < 2 and short == "index"  # numbers one by one, not rows
+    aligned = len(table.shape) < 2 or table.shape[-1] * DTYPE_BYTES.get(table.dtype, 4) % 16 == 0
+    if op.kind == "gather" and aligned and not named and (lookup := _row_lookup(op, short)):
         rows = moved / max(1.0, prod(table.shape[1:]))
         if rows <= 16:  # a kernel that walks through the indices: 0.7 us each
             return f"gather.few.{lookup}", 1400.0 * rows, 1.0
