@@ -42,12 +42,9 @@ def movement_of(op: Op, hbm_bytes: float) -> DataMovement:
 
 # What torch computes by several kernels, each over all elements: how often these go over the operands.
 _PASSES = {
-    "logsumexp": 6.0,
-    "binary_cross_entropy_with_logits": 5.5,
-    "smooth_l1_loss": 2.0,
-    "mse_loss": 2.0,
-    "huber_loss": 2.0,
-}
+    "logsumexp": 6.0, "binary_cross_entropy_with_logits": 5.5,
+    "smooth_l1_loss": 2.0, "mse_loss": 2.0, "huber_loss": 2.0,
+}  # fmt: skip
 
 
 def _count_passes(op: Op) -> float:
