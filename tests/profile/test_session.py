@@ -27,7 +27,7 @@ from tessera.monitor import Monitor
 from tessera.profile import region as region_class
 from tessera.profile import sampling, tracing
 from tessera.profile.export.summary import lines as summary_lines
-from tessera.profile.kineto_collector import drop_unasked
+from tessera.profile.kineto_collector import KinetoCollector, drop_unasked
 from tessera.profile.options import SessionOptions
 from tessera.profile.region import current
 from tessera.profile.runfile import RunFile
@@ -432,6 +432,21 @@ def test_torchs_profiler_running_already_is_said(path):
     with profile.session(["cpu"], path=path) as sess:
         burn(1)
     assert "aten::mm" in names(sess, "op")
+
+
+def test_a_profiler_that_fails_does_not_end_the_program(path, monkeypatch):
+    """Whatever torch's profiler raises when it stops: the step that it fails in is the program's."""
+    stop = KinetoCollector.stop
+
+    def fail(self):
+        stop(self)
+        raise AssertionError("Profiler must be initialized before stopping trace")
+
+    monkeypatch.setattr(KinetoCollector, "stop", fail)
+    with profile.session(["cpu"], path=path, mode="operators") as sess:
+        burn(2)
+        sess._tracing.finish("the program asked")
+    assert any("tracing ended early: Profiler must be" in note for note in sess.notes)
 
 
 def test_the_programs_own_profiler_goes_first(path):

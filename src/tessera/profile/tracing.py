@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import TesseraError
 from ..monitor.scope import is_capturing, synchronize
 from ..notes import Note
 from ..schema import Pause
@@ -367,9 +366,9 @@ class Tracing:
         try:
             with contextlib.nullcontext() if self._ends else hold_interrupts():
                 call()
-        except (TesseraError, RuntimeError) as exc:
+        except Exception as exc:  # noqa: BLE001  (torch's profiler asserts, too, and this is the program's own thread)
             self._over, self.due_ns = True, NEVER
-            self.notes.append(f"tracing ended early: {exc}")
+            self.notes.append(f"tracing ended early: {exc or type(exc).__name__}")
 
     def _yield(self) -> None:
         """End our trace when the program starts its own profiler: there is only one Kineto."""
