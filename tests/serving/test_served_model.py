@@ -160,6 +160,23 @@ def test_a_published_configuration_has_the_windows_of_its_name(name) -> None:
         ({"quant_method": "gptq", "bits": 8}, "int8", "int8 weights"),
         ({"quant_method": "fp8", "fmt": "e4m3"}, "fp8", "fp8 weights"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", "int4 weights"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+            },
+            "int4",
+            "int4 weights",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            "fp8",
+            "fp8 weights",
+        ),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "bf16", "compressed-tensors"),
         ({"quant_method": "aqlm"}, "bf16", "aqlm"),
         ({"quant_method": "gptq", "bits": 3}, "bf16", "gptq of 3 bits"),
     ],

@@ -49,6 +49,8 @@ _SAME = {
     "gptj-6b": "gpt-j-6b",
     "mixtral-8x7b-v0.1": "mixtral-8x7b",
 }
+# Published in another format than their sisters of the same sizes: Kimi K2.5's experts in 4 bits (its config.json).
+_PUBLISHED_IN = {"kimi-k2.5": {"quantization_config": {"quant_method": "awq"}}}
 # Models of these sizes that were made for shorter sequences (max_position_embeddings of their config.json).
 _CONTEXTS = {"llama-3-8b": 8192, "llama-3-70b": 8192}
 
@@ -214,7 +216,7 @@ def _find_model(name: str) -> tuple[dict[str, Any], str]:
         if word in _CONTEXTS:
             return models[known_as] | {"max_position_embeddings": _CONTEXTS[word]} | _read_stored(short), word
         if known_as in models:
-            return models[known_as] | _read_stored(short), known_as
+            return models[known_as] | _PUBLISHED_IN.get(word, {}) | _read_stored(short), known_as
     known = [*models, *_SAME]
     raise ArgumentError(
         f"the sizes of {name!r} are not known{did_you_mean(tried[-1], known)}",
@@ -296,7 +298,16 @@ def read_weights(config: Any) -> tuple[str | None, str | None]:
     method = str(c.get("quant_method") or "").lower()
     if not method:
         return None, None
+    if method == "compressed-tensors":
+        return _read_groups(c.get("config_groups") or {})
     bits = c.get("bits") or (8 if c.get("load_in_8bit") else 4 if c.get("load_in_4bit") else None)
     if method in _INTEGERS and bits is not None:
         return (f"int{bits}", None) if bits in (4, 8) else (None, f"{method} of {bits} bits")
     return (_METHODS[method], None) if method in _METHODS else (None, method)
+
+
+def _read_groups(groups: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the format of weights in the way of compressed-tensors: each group of layers has one, the first counts."""
+    weights = next((group.get("weights") or {} for group in groups.values()), {})
+    name = f"{'int' if weights.get('type') == 'int' else 'fp'}{weights.get('num_bits')}"
+    return (name, None) if name in ("int4", "int8", "fp8", "fp4") else (None, "compressed-tensors")
