@@ -120,11 +120,12 @@ def line_up(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = N
     if not fits:
         return None
     best = min(spread for spread, _, _ in fits)
-    # These fit as well as the best one, within the usual scatter of ends. Prefer no shift if both sequences are equally
-    # long, else the shift with the nearest clocks.
-    alike = [f for f in fits if f[0] <= 2.0 * best + END_BIAS_NS]
-    if len(a.what) == len(b.what) and any(f[2] == 0 for f in alike):
+    # If both sequences are equally long, prefer no shift: where it is wrong, it is worse by the scatter of steps, many
+    # times that of ends. On a busy machine ends scatter as much as steps, and then only chance tells shifts apart.
+    if len(a.what) == len(b.what) and any(s == 0 and spread <= 4.0 * best + END_BIAS_NS for spread, _, s in fits):
         return 0, 1
+    # These fit as well as the best one, within the usual scatter of ends: take the one with the nearest clocks.
+    alike = [f for f in fits if f[0] <= 2.0 * best + END_BIAS_NS]
     return min(alike, key=lambda f: f[1])[2], len(alike)
 
 
