@@ -368,7 +368,7 @@ class Tracing:
                 call()
         except Exception as exc:  # noqa: BLE001  (torch's profiler asserts, too, and this is the program's own thread)
             self._over, self.due_ns = True, NEVER
-            self.notes.append(f"tracing ended early: {exc or type(exc).__name__}")
+            self.notes.append(f"tracing ended early: {str(exc) or type(exc).__name__}")
 
     def _yield(self) -> None:
         """End our trace when the program starts its own profiler: there is only one Kineto."""
