@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-NoteKind = Literal["info", "omission", "time_limit", "no_accelerator", "no_torch", "fitted"]
+NoteKind = Literal["info", "omission", "time_limit", "no_accelerator", "no_torch", "fitted", "replaced"]
 """`omission`: events or steps that are not in the result; `time_limit`: tracing stopped at its limit;
 `no_accelerator`: torch sees none; `no_torch`: the program did not import it; `fitted`: joules within a power sample
-were divided by a fit. Everything else is `info`."""
+were divided by a fit; `replaced`: a chip runs the program in another format or launch than asked. Everything else is
+`info`."""
 
 
 class Note(str):

@@ -117,7 +117,7 @@ class Conv:
 
     @property
     def kind(self) -> str:
-        """What says how well it is known which kernel cuDNN picks: "grouped", "video", "odd" channels or "plain".
+        """By how well cuDNN's choice of a kernel is known: "grouped", "video", "odd" channels or "plain".
 
         For some groups, three dimensions and rows that are not of 16 bytes it falls back to kernels without matrix
         units, up to 50 times as slow, and no rule was found for when.

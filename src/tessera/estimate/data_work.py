@@ -416,9 +416,8 @@ def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     name = f"batch_norm.{phase}.{layout}{'.narrow' if narrow else ''}"
     if layout == "last":
         return name, n, n / 1024
-    if (
-        phase != "eval"
-    ):  # a block for every channel, which costs as much as 2000 elements where it also writes statistics
+    if phase != "eval":
+        # A block for every channel; writing its statistics costs as much as 2000 elements.
         return name, n + (2000.0 * channels if phase == "train" else 0.0), channels
     # A block for every channel of a sample: 16 planes of 256 x 256 keep 16 SMs busy, a plane of 10 x 10 none for long.
     planes = x.shape[0] * channels

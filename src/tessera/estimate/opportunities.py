@@ -8,6 +8,7 @@ from typing import Any
 from ..advice import Advice
 from ..errors import TesseraError
 from ..hardware import catalogue, lookup
+from ..notes import kind_of
 from ..schema import EnergyReport, Prediction
 from .prediction_errors import PredictedCost
 
@@ -131,12 +132,12 @@ _CHIPS = ("b200", "h200", "h100", "a100", "mi300x", "l40s", "l4", "jetson-orin",
 def _chip(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
     own = prediction.device.partition("@")[0]
     others = {name: _try_change(again, on=name) for name in _CHIPS if name in catalogue() and name != own}
-    best = _least({name: other for name, other in others.items() if other is not None and _as_written(other, name)})
+    best = _least({name: other for name, other in others.items() if other is not None and _as_written(other)})
     if best is None:
         return None
     return _compare("change chip", f"run it on {lookup(best[0]).name}", report, best[1])
 
 
-def _as_written(report: EnergyReport, chip: str) -> bool:
-    """Whether a chip runs a program in its own formats and launch: where it cannot, a note of the report says so."""
-    return not any(note.startswith(f"{chip} has no ") for note in report.notes)
+def _as_written(report: EnergyReport) -> bool:
+    """Whether a program was predicted in its own formats and launch; if not, a note of the report says so."""
+    return not any(kind_of(note) == "replaced" for note in report.notes)

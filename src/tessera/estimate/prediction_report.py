@@ -12,6 +12,7 @@ from ..device import Device
 from ..graph.ir import Graph, Op
 from ..graph.op_kinds import MATRIX_KINDS
 from ..joules import Floats
+from ..notes import Note
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
 from .host import CPU_NOTE, NO_GRAPHS_NOTE, HostModel, has_graphs, is_cpu
 from .iteration import SolvedIteration, find_peak
@@ -248,18 +249,20 @@ def _note_unmodelled(estimate: Estimate) -> list[str]:
 def _note_missing_units(estimate: Estimate, device: Device) -> list[str]:
     """A note for formats of matrix products that the chip has no units for."""
     of, found = chip(device), dict.fromkeys(op.precision for op in estimate.ops if op.kind in MATRIX_KINDS)
-    notes = []
+    notes: list[str] = []
     for name in (name for name in found if name in ELEMENT_BYTES):
         _, unit, native = of.peak(name)
         if not native:
             kind, _, runs_as = unit.partition(".")
-            notes.append(f"{device.id} has no {name} units: {name} products run on its {runs_as} {kind} units")
+            text = f"{device.id} has no {name} units: {name} products run on its {runs_as} {kind} units"
+            notes.append(Note(text, "replaced"))
     return notes
 
 
 def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, state: str) -> tuple[str, ...]:
-    notes = [CPU_NOTE] if is_cpu(device) else []
-    notes += [f"{device.id} {NO_GRAPHS_NOTE}"] if launch == "graph" and not has_graphs(device) else []
+    notes: list[str] = [CPU_NOTE] if is_cpu(device) else []
+    if launch == "graph" and not has_graphs(device):
+        notes.append(Note(f"{device.id} {NO_GRAPHS_NOTE}", "replaced"))
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
     notes += [*_note_missing_units(estimate, device), *_note_unmodelled(estimate)]
     if estimate.solved.clock < 0.98 and state == "sustained":
