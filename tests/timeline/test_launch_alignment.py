@@ -34,6 +34,7 @@ class Kernel:
     us: float = 20.0
     stream: int = 7
     region: str = "forward"
+    module: str = ""
 
 
 def dense(layers: int) -> Iterator[Kernel]:
@@ -99,6 +100,8 @@ def make_run(
             if kernel.region != regions[-1][0]:
                 regions.append((kernel.region, host_ns))
             host_ns += 3_000
+            for name in kernel.module.split("/") if kernel.module else ():
+                builder.add("op", name, host_ns - 100, host_ns + 2_100, thread=1)
             builder.add("op", kernel.op, host_ns, host_ns + 2_000, thread=1, external=number)
             call_ns = host_ns + 500
             builder.add("runtime", "cudaLaunchKernel", call_ns, call_ns + 1_000, thread=1, correlation=number)
@@ -120,7 +123,9 @@ def make_run(
         if not more:
             builder.add("region", f"step_{index}", begun_ns, host_ns, thread=1)
         host_ns += 1_000
-    return builder.build()
+    timeline = builder.build()
+    timeline.meta["modules"] = [at for at, name in enumerate(timeline.names) if name.startswith("module ")]
+    return timeline
 
 
 def check(step: Callable[[int], list[Kernel]], *, ahead_us: float = 0.0, steps: int = STEPS) -> dict[str, float]:
@@ -195,6 +200,54 @@ def test_a_validation_between_the_steps_is_given_what_looks_alike() -> None:
 
     found = check(step)
     assert found["operator_time_pct"] >= 98.0
+
+
+def test_a_kernel_known_by_its_name_alone_belongs_to_what_encloses_all_layers_that_run_it() -> None:
+    """Evaluation runs the layers' products among kernels that were never traced: nobody knows which layer's."""
+
+    def step(_: int) -> list[Kernel]:
+        kernels = []
+        for layer in range(5):
+            inside = f"module Net/module layers.{layer}"
+            kernels += [
+                Kernel("aten::native_layer_norm", "norm", module=inside),
+                Kernel("aten::addmm", "gemm", module=f"{inside}/module layers.{layer}.linear"),
+            ]
+        return [*kernels, Kernel("aten::sum", "reduce", module="module Net/module head")]
+
+    def evaluate(index: int) -> list[Kernel]:
+        names = ["gemm", "reduce", "gemm"] if index == 15 else []
+        return [Kernel("aten::other", f"{n}_{i}" if i else n) for n in names for i in range(8)]
+
+    made = make_light(make_run(step, evaluate=evaluate))
+    assert made is not None
+    light, _ = made
+    links, kernels = light.linked, light.rows("kernel")
+    begin, end = links.steps[15].end_ns, links.steps[16].start_ns
+    between = kernels[(light["start_ns"][kernels] >= begin) & (light["start_ns"][kernels] < end)]
+    modules = {light.name(row): links.module[row] for row in between.tolist()}
+    assert light.name(modules["gemm"]) == "module Net"
+    assert light.name(modules["reduce"]) == "module head"
+
+
+def test_regions_of_a_tracer_go_to_untraced_steps_also_if_one_launch_of_theirs_was_lost() -> None:
+    """A kernel inside a traced region whose call was not traced is no sign that the program itself has that region."""
+    timeline = make_run(lambda _: list(dense(3)))
+    made = make_light(timeline)
+    assert made is not None
+    light, rows = made
+    links = timeline.linked
+    regions, number = light.rows("region"), light.names.index("optimizer")
+    regions = regions[light["name"][regions] == number]
+    lost = rows[light.rows("kernel")[light["name"][light.rows("kernel")] == light.names.index("multi_tensor")][9]]
+    keep = np.ones(len(light), bool)
+    keep[regions] = np.isin(links.step[rows[regions]], [8, 9, 10])
+    keep &= rows != links.launch[lost]
+    light.columns["external"] = np.where(rows == lost, UNTRACED, light["external"])
+    few = Timeline({k: v[keep] for k, v in light.columns.items()}, light.names, light.launches, meta=light.meta)
+    kernels = few.rows("kernel")
+    multi = kernels[few["name"][kernels] == few.names.index("multi_tensor")]
+    assert [few.name(row) for row in few.linked.region[multi].tolist()] == ["optimizer"] * STEPS
 
 
 @pytest.mark.parametrize("every", [1, 4])

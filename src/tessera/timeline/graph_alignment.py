@@ -13,6 +13,8 @@ operator put into any graph gets that operator in any case.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from .columns import NONE, Ints, Timeline
@@ -21,15 +23,27 @@ from .launch_alignment import Bools, find_by_key, follow_launches
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
-def align_graphs(timeline: Timeline, device: Ints, op: Ints) -> tuple[Ints, Ints, Bools]:
-    """Return rows of graphs' kernels, the calls that put them there, and whether grid and block are the same.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphAlignment:
+    """Rows of graphs' kernels, the calls that put them there, and whether grid and block are the same.
 
-    `op` has the operators of the calls.
+    `by_key` are rows whose call stands for all `captured` calls with their key, and the keys by row.
     """
+
+    nodes: Ints
+    put_by: Ints
+    is_same: Bools
+    captured: Ints
+    by_key: tuple[tuple[Ints, Ints], ...] = ()
+
+
+def align_graphs(timeline: Timeline, device: Ints, op: Ints) -> GraphAlignment:
+    """Find the call that put each kernel of a CUDA graph there; `op` has the operators of the calls."""
     captured = np.flatnonzero(timeline.columns.get("captured", op[:0]) != NONE)
     replayed = device[timeline["graph_node"][device] != NONE] if len(captured) else captured
     if not len(replayed):
-        return device[:0], device[:0], np.zeros(0, bool)
+        none = device[:0]
+        return GraphAlignment(nodes=none, put_by=none, is_same=np.zeros(0, bool), captured=none)
     captured = captured[np.argsort(timeline["start_ns"][captured], kind="stable")]
     name, exact = _name_kernels(timeline, captured, replayed)
     call = np.full(len(timeline), NONE, np.int64)
@@ -47,10 +61,12 @@ def align_graphs(timeline: Timeline, device: Ints, op: Ints) -> tuple[Ints, Ints
         if len(own) and places[0] == NONE:
             places[by_time] = follow_launches(name[own], name[by_node[by_time]], np.zeros(len(by_node), np.int64))
         call[replays] = np.where(places == NONE, NONE, own[places] if len(own) else NONE)
-    find_by_key(call, replayed, captured, exact, op, timeline["name"], override=False)
-    find_by_key(call, replayed, captured, name, op, timeline["name"], override=False)
+    by_key = tuple(
+        (find_by_key(call, replayed, captured, key, op, timeline["name"], override=False), key) for key in (exact, name)
+    )
     known = replayed[(call[replayed] != NONE) & (op[call[replayed]] != NONE)]
-    return known, call[known], exact[known] == exact[call[known]]
+    is_same = exact[known] == exact[call[known]]
+    return GraphAlignment(nodes=known, put_by=call[known], is_same=is_same, captured=captured, by_key=by_key)
 
 
 def _name_kernels(timeline: Timeline, captured: Ints, replayed: Ints) -> tuple[Ints, Ints]:

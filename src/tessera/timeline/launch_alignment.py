@@ -50,6 +50,8 @@ class LaunchAlignment:
     `is_same`: the twin has the same grid, block and bytes too, so its operator's shapes are also right for this row.
     `in_order`: the twin was found by its place among its neighbours, not by its name alone. `repeats` are the rows
     whose twin is another row. `lanes` are the rows of each stream in launch order, for devices with such rows.
+    `by_key` are the rows whose twin stands for all traced rows with their key, and the keys by row: the operator is
+    right, but not which of its calls.
     """
 
     twin: Ints
@@ -57,6 +59,7 @@ class LaunchAlignment:
     is_same: Bools
     in_order: Bools
     lanes: tuple[Ints, ...]
+    by_key: tuple[tuple[Ints, Ints], ...] = ()
 
 
 def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> LaunchAlignment:
@@ -87,14 +90,17 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
     in_order = twin != NONE
     traced, rows = device[~untraced], device[untraced]
     placed = twin[rows]
-    find_by_key(twin, rows, traced, exact, op, timeline["name"], override=True)
-    find_by_key(twin, rows, traced, name, op, timeline["name"], override=False)
+    by_exact = find_by_key(twin, rows, traced, exact, op, timeline["name"], override=True)
+    by_name = find_by_key(twin, rows, traced, name, op, timeline["name"], override=False)
     in_order[rows] &= twin[rows] == placed
     has = (twin != NONE) & is_untraced
     is_same = np.zeros(len(timeline), bool)
     is_same[traced] = True
     is_same[has] = exact[has] == exact[twin[has]]
-    return LaunchAlignment(twin=twin, repeats=np.flatnonzero(has), is_same=is_same, in_order=in_order, lanes=lanes)
+    return LaunchAlignment(
+        twin=twin, repeats=np.flatnonzero(has), is_same=is_same, in_order=in_order, lanes=lanes,
+        by_key=((by_exact, exact), (by_name, name)),
+    )  # fmt: skip
 
 
 def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
@@ -289,11 +295,14 @@ def _fill_gaps(places: Ints, traced_before: Ints, op: Ints, names: Ints) -> Ints
     return out
 
 
-def find_by_key(twin: Ints, rows: Ints, traced: Ints, keys: Ints, op: Ints, names: Ints, *, override: bool) -> None:
-    """Set twins of rows whose key belongs to only one operator; with `override`, also if another twin was found."""
+def find_by_key(twin: Ints, rows: Ints, traced: Ints, keys: Ints, op: Ints, names: Ints, *, override: bool) -> Ints:
+    """Set twins of rows whose key belongs to only one operator, and return these rows.
+
+    With `override`, also if another twin was found. The twin is any of the traced rows with that key.
+    """
     traced = traced[op[traced] != NONE]
     if not len(traced) or not len(rows):
-        return
+        return rows[:0]
     order = traced[np.argsort(keys[traced], kind="stable")]
     found, first, count = np.unique(keys[order], return_index=True, return_counts=True)
     op_name = names[op[order]]
@@ -305,4 +314,6 @@ def find_by_key(twin: Ints, rows: Ints, traced: Ints, keys: Ints, op: Ints, name
     has = now_op != NONE
     wrong = has & (names[now_op] != op_name[first[at]]) if override else np.zeros(len(rows), bool)
     chosen = fits & (~has | wrong)
-    twin[rows[chosen]] = order[(first + count // 2)[at[chosen]]]
+    found_rows: Ints = rows[chosen]
+    twin[found_rows] = order[(first + count // 2)[at[chosen]]]
+    return found_rows

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import groupby, takewhile
 
 import numpy as np
 
 from ..record import CODE
 from .columns import NONE, Ints, Timeline
 from .distinct import rank_values
-from .graph_alignment import align_graphs
+from .graph_alignment import GraphAlignment, align_graphs
 from .intervals import Nesting, climb, latest, single
 from .launch_alignment import LaunchAlignment, align_launches
 from .launch_times import estimate_launches
@@ -120,14 +121,15 @@ def link(timeline: Timeline) -> Links:
     loose = device[(launch[device] == NONE) & (op[device] != NONE)]
     launch_ns[loose], launch_thread[loose] = start[op[loose]], thread[op[loose]]
     steps = steps_of(timeline)
-    nodes, put_by, is_same = align_graphs(timeline, device, op)
+    graphs = align_graphs(timeline, device, op)
+    nodes, put_by = graphs.nodes, graphs.put_by
     graph_call = np.full(count, NONE, np.int64)
     graph_call[nodes] = put_by
     op[nodes] = op[put_by]  # before `align_launches`, since traced graphs tell the operators of untraced ones
     aligned = align_launches(timeline, device, op, launch)
     twin, repeats = aligned.twin, aligned.repeats
     op[repeats], launch_thread[repeats] = op[twin[repeats]], launch_thread[twin[repeats]]
-    op[nodes], aligned.is_same[nodes] = op[put_by], is_same
+    op[nodes], aligned.is_same[nodes] = op[put_by], graphs.is_same
     launch_ns = estimate_launches(timeline, aligned, steps, launch_ns)
     parent[calls], parent[device] = op[calls], op[device]
 
@@ -141,8 +143,7 @@ def link(timeline: Timeline) -> Links:
     region = _regions(timeline, parent, launch_thread, launch_ns, spanning)
     module = _modules(timeline, parent, launch_thread, launch_ns, spanning)
     module = np.where((module == NONE) & (origin != NONE), module[origin], module)
-    module[repeats] = module[twin[repeats]]
-    module[nodes] = np.where(module[put_by] == NONE, module[nodes], module[put_by])
+    _take_modules(timeline, module, parent, aligned, graphs)
     _take_regions(timeline, repeats, twin[repeats], region, steps)
     timeline.columns["parent"] = parent
     timeline.links = Links(
@@ -277,6 +278,49 @@ def _modules(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows:
         parent[modules] = nested.parent
         out[rows] = nested.at(threads[rows], times[rows])
     return out
+
+
+def _take_modules(
+    timeline: Timeline, module: Ints, parent: Ints, aligned: LaunchAlignment, graphs: GraphAlignment
+) -> None:
+    """Give untraced rows the modules of their twins, and kernels of graphs those of the calls that put them there."""
+    device, repeats, nodes = timeline.device_rows, aligned.repeats, graphs.nodes
+    module[repeats] = module[aligned.twin[repeats]]
+    traced = device[aligned.twin[device] == device]
+    for rows, key in aligned.by_key:
+        _enclose(timeline, module, parent, traced, rows, key)
+    of_calls = module[graphs.put_by]
+    module[nodes] = np.where(of_calls == NONE, module[nodes], of_calls)
+    for rows, key in graphs.by_key:
+        _enclose(timeline, module, parent, graphs.captured, rows, key)
+
+
+def _enclose(timeline: Timeline, module: Ints, parent: Ints, traced: Ints, rows: Ints, key: Ints) -> None:
+    """Give each of the rows the innermost module that encloses all `traced` rows with its key.
+
+    `module` has that of the row's twin, which is only one of them: equal layers run equal kernels.
+    """
+    named = timeline["name"]
+    path_of: dict[int, list[int]] = {NONE: []}
+
+    def find_path(row: int) -> list[int]:
+        """Return a module and the modules around it, outermost first."""
+        if row not in path_of:
+            path_of[row] = [*find_path(int(parent[row])), *([row] if named[row] in modules else [])]
+        return path_of[row]
+
+    modules = frozenset(timeline.meta.get("modules", ()))
+    if not modules or not len(rows):
+        return
+    traced = traced[(parent[traced] != NONE) & np.isin(key[traced], key[rows])]  # those of operators
+    pairs = np.unique(np.column_stack((key[traced], module[traced])), axis=0)
+    depths: dict[int, int] = {}
+    for number, group in groupby(pairs.tolist(), lambda pair: pair[0]):
+        paths = [[int(named[row]) for row in find_path(found)] for _, found in group]
+        depths[number] = sum(1 for _ in takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False)))
+    pairs, which = np.unique(np.column_stack((key[rows], module[rows])), axis=0, return_inverse=True)
+    outer = [([NONE, *find_path(found)])[depths.get(number, 0)] for number, found in pairs.tolist()]
+    module[rows] = np.array(outer, np.int64)[which.reshape(-1)]
 
 
 def steps_of(timeline: Timeline) -> tuple[Step, ...]:
