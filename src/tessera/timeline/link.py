@@ -173,9 +173,20 @@ def _open_steps(timeline: Timeline, steps: tuple[Step, ...], times: Ints) -> Int
 
 
 def _take_regions(timeline: Timeline, rows: Ints, twins: Ints, region: Ints, steps: tuple[Step, ...]) -> None:
-    """Give untraced rows those regions of their twins that only a tracer names: torch's optimizers."""
-    own, theirs = (np.where(region[r] == NONE, NONE, timeline["name"][region[r]]) for r in (rows, twins))
-    only_traced = (theirs != NONE) & ~np.isin(theirs, own) & ~np.isin(region[twins], [s.row for s in steps])
+    """Give untraced rows those regions of their twins that only a tracer names: torch's optimizers.
+
+    The program's own regions are there in untraced steps too, where no operator is inside them.
+    """
+    named, start, end, rank = (timeline[column] for column in ("name", "start_ns", "end_ns", "rank"))
+    of_program: set[int] = set()
+    regions, ops = timeline.rows("region"), timeline.rows("op")
+    for number in np.unique(rank[regions]).tolist():
+        own, began = regions[rank[regions] == number], np.sort(start[ops[rank[ops] == number]])
+        inside = np.searchsorted(began, end[own]) - np.searchsorted(began, start[own])
+        of_program.update(named[own[inside == 0]].tolist())
+    theirs = np.where(region[twins] == NONE, NONE, named[region[twins]])
+    only_traced = (theirs != NONE) & ~np.isin(theirs, list(of_program))
+    only_traced &= ~np.isin(region[twins], [s.row for s in steps])
     region[rows] = np.where(only_traced, region[twins], region[rows])
 
 
