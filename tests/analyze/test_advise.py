@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from tessera.analyze.advise import NOTHING, RULES, advise
 from tessera.analyze.breakdown import breakdown
+from tessera.analyze.evidence import RunEvidence
+from tessera.analyze.rules_host import check_throttling
 from tessera.analyze.slowdown import EVENT_S
+from tessera.attribute.table import EnergyTable
 from tessera.estimate.predict import GAP_S
 from tessera.joules import DomainSamples
 from tessera.recording import Recording
@@ -228,6 +232,15 @@ def test_a_power_limit_is_weighed_against_a_lower_cap():
     hot = found(Recording(Script().healthy().build(), telemetry=readings("thermal (hardware)")))["thermal"]
     assert "cooling" in hot["action"]
     assert found(Recording(Script().healthy().build(), telemetry=readings())) == {}
+
+
+def test_a_capped_run_without_kernels_is_told_its_joules():
+    """Of a program whose kernels are not traced (JAX's), nobody knows what was idle."""
+    table = EnergyTable(
+        energy_j=1000.0, error_j=1.0, idle_j=math.nan, idle_error_j=math.nan, kernels=(), time_s=2.0, busy_s=0.0
+    )
+    advice = check_throttling(RunEvidence(table=table, telemetry={"gpu0": readings("power cap")}))
+    assert advice is not None and advice.evidence.endswith("in 100% of the readings, 1 kJ (100%)")
 
 
 def powered(watts: np.ndarray, script: Script) -> Recording:

@@ -13,6 +13,7 @@ from tessera import analyze
 from tessera.analyze.evidence import RunEvidence
 from tessera.analyze.rules_host import _remedy
 from tessera.analyze.spikes import Curve, choose_threshold, find_spikes
+from tessera.attribute.table import EnergyRow
 from tessera.attribute.work import work_of
 from tessera.profile.export import Chrome
 from tessera.profile.open_recording import open_recording
@@ -142,6 +143,16 @@ def test_findings_of_no_weight_are_dropped():
 )
 def test_remedies_match_whole_words(during, says):
     assert says in _remedy(during)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [("cudnn_sdpa_sm80_flash_fprop_wmma", "enable_cudnn_sdp"), ("flash_fwd_kernel", "keep the device fed")],
+)
+def test_attention_that_plans_is_known_by_its_kernels(kernel, says):
+    """Its gaps lie inside torch's outermost operator, whose name is the same for every library."""
+    row = EnergyRow(name=kernel, kind="kernel", calls=1, time_s=1.0, energy_j=1.0, error_j=0.1, share=0.1)
+    assert says in _remedy("in aten::scaled_dot_product_attention", [row])
 
 
 def test_exposed_communication_is_one_figure():

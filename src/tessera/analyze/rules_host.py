@@ -54,15 +54,16 @@ KEEP_COMPILED = (
 COMPILE = 'torch.compile(mode="reduce-overhead") or '
 LAUNCH_AT_ONCE = "a CUDA graph launches them at once; so does a larger batch"
 START_UP = "start up faster, or record more steps to see the program itself"
+# 59 ms for a new length on an H200, 0.2 ms when it comes again, 0.1 ms by flash (plans_in_use.json)
+NEW_LENGTHS = (
+    "where lengths change, cuDNN plans its attention for each new one: torch.backends.cuda.enable_cudnn_sdp(False) "
+    "takes flash attention; or pad lengths to a few"
+)
 # Whole words (DistributedDataParallel loads no data); the first match counts.
 _REMEDIES = tuple(
     (re.compile(rf"(?<![a-z])(?:{words})(?![a-z])", re.IGNORECASE), remedy)
     for words, remedy in (
-        (  # 59 ms for a new length on an H200, 0.2 ms when it comes again, 0.1 ms by flash (plans_in_use.json)
-            r"\w*cudnn_attention\w*",
-            "where lengths change, cuDNN plans its attention for each new one: "
-            "torch.backends.cuda.enable_cudnn_sdp(False) takes flash attention; or pad lengths to a few",
-        ),
+        (r"\w*cudnn_attention\w*", NEW_LENGTHS),
         (
             COMPILATION,
             f"the device waits while torch.compile compiles: {KEEP_COMPILED}",
@@ -107,7 +108,7 @@ def check_idle(run: RunEvidence) -> Advice | None:
         each = format_duration(most.each_s, 3)
         during = f"{most.count} x {each}" if most.count > 1 else each
         evidence += f", {run.format_spent(most.energy_j)} of it {during} while {most.during}"
-    action = _remedy(most.during if most else "")
+    action = _remedy(most.during if most else "", run.table.kernels)
     if run.share(joules) >= MOSTLY_IDLE_SHARE and not (most and COMPILATION in most.during):
         action += "; or give it more to do: consolidate jobs on fewer GPUs (MPS, MIG)"
     return run.advise(
@@ -138,7 +139,13 @@ def describe_idle(run: RunEvidence) -> Advice | None:
         tracer_s = min(run.tracing.idle_s, sum(g.time_s for g in run.gaps if g.during not in UNFED))
         evidence += f"; up to {format_duration(tracer_s, 3)} of it may be the tracer's"
     at_once = _launch_at_once(run)
-    action = START_UP if most.during in UNFED else at_once if most.during == LAUNCHING else _remedy(most.during)
+    action = (
+        START_UP
+        if most.during in UNFED
+        else at_once
+        if most.during == LAUNCHING
+        else _remedy(most.during, run.table.kernels)
+    )
     joules = sum(g.energy_j for g in run.gaps)
     saves = (joules * run.program_share, seconds * run.program_share)
     return run.advise("idle", joules, evidence, action, saves=saves, by="energy table", confidence="low")
@@ -149,7 +156,10 @@ def _when(gap: HostGap) -> str:
     return gap.during if gap.during in UNFED else f"while {gap.during}"
 
 
-def _remedy(during: str) -> str:
+def _remedy(during: str, kernels: Sequence[EnergyRow] = ()) -> str:
+    """Return what to do about waiting `during` something; the kernels tell whose attention it is."""
+    if "scaled_dot_product_attention" in during and any("cudnn" in row.name for row in kernels):
+        return NEW_LENGTHS
     for pattern, remedy in _REMEDIES:
         if pattern.search(during):
             return remedy
@@ -228,7 +238,7 @@ def check_throttling(run: RunEvidence) -> Advice | None:
     if throttle is None:
         return None
     domain, reason, share = throttle
-    spent_j = share * (run.table.energy_j - run.table.idle_j)
+    spent_j = share * (run.table.energy_j - (run.table.idle_j if run.table.kernels else 0.0))  # else idle is unknown
     evidence = f"{domain} was held by {reason} in {share:.0%} of the readings, {run.format_amount(spent_j)}"
     if reason != "power cap":
         return run.advise("thermal", spent_j, evidence, "check its cooling and inlet temperature")
