@@ -214,6 +214,40 @@ def test_a_recurrent_layer_is_one_operator(cell):
     assert kinds(trained).count("rnn") == 2
 
 
+@pytest.mark.parametrize(("cell", "gradient", "sums"), [("LSTM", "_backward_impl", 1), ("GRU", "_backward", 2)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_recurrent_cell_is_two_products_and_one_kernel(cell, gradient, sums, bias):
+    """As traced on an H200 (h200_heldout7_traces: lstm_cells); a meta tensor's cell falls apart into 18 operators."""
+
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = getattr(nn, f"{cell}Cell")(16, 32, bias=bias)
+
+        def forward(self, x):
+            state = None
+            for t in range(3):
+                state = self.cell(x[:, t], state)
+            return state[0] if cell == "LSTM" else state
+
+    fused = f"_thnn_fused_{cell.lower()}_cell"
+    assert sorted(names(capture(Steps(), torch.randn(4, 3, 16)))) == [fused] * 3 + ["mm"] * 6 + ["zeros"]
+    trained = [op for op in capture(Steps(), torch.randn(4, 3, 16), mode="train").kernels if op.phase == "backward"]
+    backward = [op.name.removeprefix("aten.") for op in trained]
+    assert backward.count(fused + gradient) == 3
+    assert sum("sum" in name for name in backward) == 3 * sums * bias
+
+
+def test_cells_of_autocast_multiply_in_its_format():
+    def run(x):
+        with torch.autocast("cuda", torch.bfloat16):
+            return cell(x)
+
+    cell = nn.GRUCell(16, 32)
+    products = [op for op in capture(run, torch.randn(4, 16)).kernels if op.kind == "gemm"]
+    assert [op.precision for op in products] == ["bf16"] * 2
+
+
 def test_the_encoder_takes_its_fast_path_only_without_gradients():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     fast = capture(layer, torch.randn(2, 16, 32))

@@ -23,7 +23,7 @@ _NARROW = _find_functions(
     (F, "scaled_dot_product_attention prelu"),
     (torch, "matmul mm bmm addmm baddbmm einsum mv conv1d conv2d conv3d"),
     (torch.Tensor, "matmul __matmul__ __rmatmul__ mm bmm"),
-    (torch._C._VariableFunctions, "lstm gru rnn_tanh rnn_relu"),
+    (torch._C._VariableFunctions, "lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"),
 )
 _WIDE = _find_functions(
     (F, "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div"),

@@ -24,6 +24,8 @@ from .tracking import MAX_KNOWN_INTS, AssumedFloat
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """Recurrent functions of torch by the products of one step."""
+FUSED_CELLS = {"lstm": 4, "gru": 5}
+"""Cells whose step a GPU runs as one kernel after its two products, by what it keeps of each unit for the gradient."""
 
 _SDPA = F.scaled_dot_product_attention
 
@@ -196,6 +198,44 @@ class _Recurrent(torch.autograd.Function):
         return None, None, None, *outs
 
 
+class _FusedCell(torch.autograd.Function):
+    """A step of an LSTM or GRU cell after its products: one kernel, and one for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, cell: str, *tensors: torch.Tensor) -> Any:
+        state = tensors[2]
+        outs = [_new_like(state) for _ in range(2 if cell == "lstm" else 1)]
+        kept = torch.empty((*state.shape[:-1], FUSED_CELLS[cell] * state.shape[-1]), dtype=state.dtype, device="meta")
+        recorder.emit(f"aten._thnn_fused_{cell}_cell", "elementwise", list(tensors), [*outs, kept], {})
+        ctx.recorder, ctx.cell, ctx.has_bias = recorder, cell, len(tensors) > 3
+        ctx.save_for_backward(state, tensors[0], kept, *outs)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        state, gates, kept, *outs = ctx.saved_tensors
+        is_lstm = ctx.cell == "lstm"
+        of_gates = [_new_like(gates) for _ in range(1 if is_lstm else 2)]
+        of_state = _new_like(state)
+        reads = [*(g for g in grads if g is not None), state, *outs[1:], kept]
+        name = f"aten._thnn_fused_{ctx.cell}_cell_backward" + ("_impl" if is_lstm else "")
+        ctx.recorder.emit(name, "elementwise", reads, [*of_gates, of_state], {})
+        of_biases = [g.sum(0) for g in of_gates] if ctx.has_bias else []
+        both = (lambda found: [*found, *found]) if is_lstm else list  # an LSTM's products have one gradient
+        return None, None, *both(of_gates), of_state, *both(of_biases)
+
+
+def _cell(
+    recorder: Recorder, cell: str, x: Any, state: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> Any:
+    """`torch.lstm_cell`, `torch.gru_cell`: two products without bias, and the rest as one kernel."""
+    hidden, *cells = state if cell == "lstm" else [state]
+    gates = F.linear(x, w_ih), F.linear(hidden, w_hh)
+    biases = [b for b in (b_ih, b_hh) if b is not None]
+    out = _FusedCell.apply(recorder, cell, *gates, *(cells or [hidden]), *biases)
+    return out if cell == "lstm" else out[0]
+
+
 def _recurrent(recorder: Recorder, cell: str, *args: Any) -> Any:
     """`torch.lstm`, `torch.gru`, `torch.rnn_tanh`: padded input, or packed (data, batch sizes)."""
     packed = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64
@@ -258,6 +298,8 @@ class Interceptor(TorchFunctionMode):
         }
         for cell in GATES:
             self._answers[getattr(vf, cell)] = partial(_recurrent, recorder, cell)
+        for cell in FUSED_CELLS:
+            self._answers[getattr(vf, f"{cell}_cell")] = partial(_cell, recorder, cell)
         for module, name in (
             (F, "multi_head_attention_forward"),
             (torch.autograd, "grad"),
