@@ -213,7 +213,8 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "which", choices=["public", "dev", "heldout", "heldout2", "heldout3", "heldout4", "heldout5", "heldout6"]
+        "which",
+        choices=["public", "dev", "heldout", "heldout2", "heldout3", "heldout4", "heldout5", "heldout6", "heldout7"],
     )
     parser.add_argument("--shared", type=Path, default=BENCHMARKS.parent.parent / "shared")
     parser.add_argument("--out", help="the name of the result, where it is not that of the set: a later look at it")
