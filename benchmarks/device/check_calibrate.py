@@ -225,7 +225,7 @@ def _times(figure: Figure | None, factor: float) -> Figure | None:
 
 
 def guess(m: MeasuredPoint, device: Device, found: CalibrationResult) -> Guess:
-    case = case_of(device, m.case.graph, m.case.launch)
+    case = case_of(device, m.case.graph, m.case.launch, m.point)
     then, each = calibrated_outcome(case, found.calibration), 1.0 / m.copies
     kernels = case.estimate.kernels
     scaled = [found.calibration.scale_kernel(k, *work) for k, work in zip(kernels, case.work, strict=True)]
@@ -530,7 +530,7 @@ def as_on(found: Measurements, device: Device) -> Measurements:
     """The same measurements beside the predictions for another device, as if the chip were that one."""
 
     def again(m: MeasuredPoint) -> MeasuredPoint:
-        return replace(m, case=case_of(device, m.case.graph, m.case.launch))
+        return replace(m, case=case_of(device, m.case.graph, m.case.launch, m.point))
 
     kernels, nets = (tuple(map(again, points)) for points in (found.kernels, found.nets))
     limit = again(found.limit) if found.limit is not None else None

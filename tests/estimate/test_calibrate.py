@@ -149,7 +149,7 @@ def test_measurements_can_be_laid_beside_another_view_of_the_chip(
     unfitted = dataclasses.replace(measured.device, id="h200-unfitted")
 
     def predict_again(m: Any) -> Any:
-        return dataclasses.replace(m, case=case_of(unfitted, m.case.graph, m.case.launch))
+        return dataclasses.replace(m, case=case_of(unfitted, m.case.graph, m.case.launch, m.point))
 
     kernels, nets = (tuple(map(predict_again, points)) for points in (measured.kernels, measured.nets))
     limit = predict_again(measured.limit)

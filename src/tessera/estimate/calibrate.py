@@ -229,7 +229,7 @@ def predict_point(
             once = case_of(device, capture(fn, inputs, launch="graph"), launch)
             copies = copies_to_fill(once.estimate.solved.seconds)
         many = copies or 1
-        return case_of(device, capture(repeat(fn, many), inputs, launch=launch, name=point.name), launch), many
+        return case_of(device, capture(repeat(fn, many), inputs, launch=launch, name=point.name), launch, point), many
 
 
 class _CalibrationSteps:

@@ -61,6 +61,7 @@ class CalibrationCase:
     graph: Graph
     estimate: Estimate
     gaps_s: Floats
+    host: HostModel
 
     @property
     def work(self) -> list[tuple[str, str]]:
@@ -122,21 +123,25 @@ class CaseOutcome:
     clock: float
 
 
-def case_of(device: Device, graph: Graph, launch: MeasuredLaunch) -> CalibrationCase:
-    """A captured program as predicted from the catalogue alone, without any calibration."""
+def case_of(
+    device: Device, graph: Graph, launch: MeasuredLaunch, point: CalibrationPoint | None = None
+) -> CalibrationCase:
+    """A captured program, that of a point or any, as predicted from the catalogue alone, without any calibration."""
     model, host = OpModel(device), HostModel.of_device(device)
+    if point is not None:
+        host = host.scale(point.host_share, host.provenance, host.relative_error)
     sustained = estimate(graph, device, model, launch=launch, host=host)
     burst = estimate(graph, device, model, launch=launch, host=host, state="burst")
     own_s = np.array([max(k.seconds, k.clock_s) for k in burst.kernels])
     gaps_s = np.maximum(0.0, burst.solved.device_s - own_s)  # what an iteration adds to its kernels at full clock
-    return CalibrationCase(device=device, launch=launch, graph=graph, estimate=sustained, gaps_s=gaps_s)
+    return CalibrationCase(device=device, launch=launch, graph=graph, estimate=sustained, gaps_s=gaps_s, host=host)
 
 
 def calibrated_outcome(case: CalibrationCase, calibration: Calibration) -> CaseOutcome:
     """An iteration predicted with a calibration."""
     power = calibration.scale_power(PowerModel.from_device(case.device))
     if case.launch == "eager":
-        host = calibration.scale_host(HostModel.of_device(case.device))
+        host = calibration.scale_host(case.host)
         solved = _estimate_eager(case, calibration, host).solved
         joules = power.static_w * solved.seconds + _dynamic_j(case, calibration)
         return CaseOutcome(seconds=solved.seconds, joules=joules, clock=solved.clock)
@@ -338,17 +343,16 @@ def _host_scale(nets: Sequence[MeasuredPoint], calibration: Calibration, notes: 
     ratios = [factor for _, factor in factors if factor is not None]
     if not ratios:
         return None
-    of_looks, before = scale(ratios, HOST), HostModel.of_device(nets[0].case.device).relative_error
+    of_looks, before = scale(ratios, HOST), nets[0].case.host.relative_error
     spread = None if of_looks.spread is None else min(of_looks.spread, before)
     return msgspec.structs.replace(of_looks, spread=spread)
 
 
 def host_factor(case: CalibrationCase, sample: Sample, calibration: Calibration) -> float | None:
     """The factor on all host times that gives the measured iteration; None where the device decides its time."""
-    default = HostModel.of_device(case.device)
 
     def seconds(factor: float) -> float:
-        host = default.scale(factor, "trial", default.relative_error)
+        host = case.host.scale(factor, "trial", case.host.relative_error)
         return _estimate_eager(case, calibration, host).solved.seconds
 
     low, high = 0.02, 50.0
