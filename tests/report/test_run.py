@@ -966,6 +966,12 @@ def test_names_cut_to_the_same_are_told_apart() -> None:
     assert kernel_names.region_name("forward") == "forward"
 
 
+def test_modules_are_cut_where_they_are_alike() -> None:
+    layers = [f"model.layers.{n}.self_attn (LlamaAttention)" for n in range(12)]
+    assert list(kernel_names.fit_all(layers, 25, "modules").values())[-1] == "model.layers.11.self_attn"
+    assert list(kernel_names.fit_all(layers, 16, "modules").values())[-1] == "…rs.11.self_attn"
+
+
 def test_a_run_without_power_says_so(tmp_path: Path) -> None:
     b = Builder()
     b.add("kernel", "k", START_NS, START_NS + 1_000_000, device=0, stream=7)

@@ -171,6 +171,13 @@ def fit(name: str, width: int) -> str:
     return f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
 
 
+def fit_path(name: str, width: int) -> str:
+    """Return a module's path in at most `width` characters: without its class, or else without its front."""
+    name = printable(name)
+    path = name if len(name) <= width else name.partition(" (")[0]
+    return path if len(path) <= width else f"…{path[len(path) - width + 1 :]}"
+
+
 def distinct(names: Iterable[str], kind: str = "kernel") -> dict[str, str]:
     """Return distinct short names of several kernels: those that would be equal are numbered."""
     shown: dict[str, str] = {}
@@ -182,15 +189,16 @@ def distinct(names: Iterable[str], kind: str = "kernel") -> dict[str, str]:
     return shown
 
 
-def fit_all(names: Iterable[str], width: int) -> dict[str, str]:
+def fit_all(names: Iterable[str], width: int, view: str = "") -> dict[str, str]:
     """Return distinct names of at most `width` characters: those that are cut to the same are numbered."""
+    fit_one = fit_path if view == "modules" else fit
     shown: dict[str, str] = {}
     times: Counter[str] = Counter()
     for name in dict.fromkeys(names):
-        cut = fit(name, width)
+        cut = fit_one(name, width)
         times[cut] += 1
         tail = f" ({times[cut]})"
-        shown[name] = cut if times[cut] == 1 else fit(name, max(width - len(tail), 1)) + tail
+        shown[name] = cut if times[cut] == 1 else fit_one(name, max(width - len(tail), 1)) + tail
     return shown
 
 

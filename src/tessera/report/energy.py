@@ -177,7 +177,7 @@ def rows_table(
     widths = [max(len(c[i]) for _, c in lines) for i in range(len(headings))]
     numbers = sum(max(w, len(h)) + 2 for w, h in zip(widths, headings, strict=True))
     room = max(12, width - numbers - 2 - (3 if grouped else 0))
-    texts = fit_all(names.values(), room)
+    texts = fit_all(names.values(), room, view)
     for row, cells in lines:
         name = texts[names[row.name]] if row.kind != "idle" and row.name in names else row.name
         letter = [Text(group_letter(row.group), style="magenta")] if grouped else []

@@ -54,7 +54,7 @@ def _view(table: EnergyTable, answer: Answer, all_rows: Sequence[EnergyRow], vie
     lines = [*rows, *below]
     lines = lines if view == "steps" else sorted(lines, key=lambda r: r.energy_j, reverse=True)
     display = display_names(rows, view)
-    cut = fit_all(display.values(), _NAME)
+    cut = fit_all(display.values(), _NAME, view)
     names = {name: cut[text] for name, text in display.items()} | {r.name: r.name for r in below}
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = [_row(r, names[r.name], most, view) for r in lines]

@@ -124,7 +124,7 @@ def _tables(result: TimeAnswer) -> str:
 def _view(result: TimeAnswer, rows: Sequence[TimeRow], view: str) -> str:
     listed = rows[:ROWS]
     display = display_names(listed, view)
-    cut = fit_all(display.values(), _NAME)
+    cut = fit_all(display.values(), _NAME, view)
     most = max((r.time_s for r in listed), default=0.0) or 1.0
     body = [_row(r, cut[display[r.name]], most, view) for r in listed]
     hidden = len(rows) - len(listed)
