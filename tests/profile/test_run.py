@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
-from tessera.profile import RunFile
+from tessera.profile import RunFile, optimizer_steps
 from tessera.profile.launch import LaunchPlan, exit_code
 from tessera.profile.optimizer_steps import OptimizerSteps
 from tessera.profile.script_steps import AfterImport, GradlessBlocks, RecurringCalls
@@ -358,6 +358,33 @@ def test_optimizers_that_take_turns_make_one_step():
     steps.remove()
     second.step()
     assert len(seen) == 4
+
+
+def test_every_replay_of_a_captured_step_is_a_step(monkeypatch):
+    import torch
+
+    class Graph:
+        def replay(self):
+            ran.append("replay")
+
+    ran, seen, capturing = [], [], [False]
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(optimizer_steps, "is_capturing", lambda: capturing[0])
+    original = Graph.replay
+    steps = OptimizerSteps(lambda: seen.append(len(ran)))
+    steps.install()
+    optimizer, inference, step = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), Graph(), Graph()
+    inference.replay()
+    optimizer.step()  # before the capture, as torch asks for
+    capturing[0] = True
+    optimizer.step()  # only captured
+    capturing[0] = False
+    for _ in range(3):
+        step.replay()
+        inference.replay()
+    steps.remove()
+    step.replay()
+    assert seen == [1, 2, 4, 6] and Graph.replay is original
 
 
 @pytest.mark.parametrize(

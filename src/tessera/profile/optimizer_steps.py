@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ..monitor.scope import is_capturing
+
 _RAREST = 16
 """An optimizer that steps less often than once in this many steps of another does not end the program's steps."""
 
@@ -18,6 +20,9 @@ class OptimizerSteps:
     program's steps. An optimizer takes over that role if the present one has twice made the same number of steps
     between its steps (2 to 16), or if it makes more than 16 steps while the present one makes none. `made` is called
     when there is an optimizer, before its first step; `changed` when another optimizer takes over.
+
+    A step that is captured into a CUDA graph does not run then, but with every replay. The graph is taken to be the one
+    that is replayed first after it.
     """
 
     def __init__(
@@ -35,6 +40,9 @@ class OptimizerSteps:
         self._turns: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._alone: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
+        self._replay: Any = None  # torch's own
+        self._was_captured = False
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_stepping = False
         """Whether an optimizer is within its step."""
 
@@ -55,12 +63,32 @@ class OptimizerSteps:
             self._original(this, *args, **kwargs)
 
         Optimizer.__init__ = __init__
+        self._watch_replays()
+
+    def _watch_replays(self) -> None:
+        from torch.cuda import CUDAGraph
+
+        self._replay = CUDAGraph.replay
+
+        @functools.wraps(CUDAGraph.replay)
+        def replay(this: Any) -> None:
+            self._replay(this)
+            if self._was_captured:
+                self._was_captured = False
+                self._graphs.add(this)
+            if this in self._graphs:
+                self._call()
+
+        CUDAGraph.replay = replay
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.is_stepping = True
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.is_stepping = False
+        if is_capturing():
+            self._was_captured = True
+            return
         last = None if self._last is None else self._last()
         if last is not optimizer and (last is None or self._takes_over(optimizer)):
             self._last, self._steps = weakref.ref(optimizer), 0
@@ -83,8 +111,10 @@ class OptimizerSteps:
 
     def remove(self) -> None:
         if self._handles:
+            from torch.cuda import CUDAGraph
             from torch.optim.optimizer import Optimizer
 
             while self._handles:
                 self._handles.pop().remove()
             Optimizer.__init__ = self._original
+            CUDAGraph.replay = self._replay
