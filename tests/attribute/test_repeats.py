@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from tessera.attribute.repeats import share_repeats
 from tessera.attribute.solve import attribute
 from tessera.attribute.table import EnergyTable
 from tessera.joules import DomainSamples
@@ -83,6 +84,20 @@ def test_what_was_captured_is_called_by_every_replay(layers: int) -> None:
     calls = {row.name: row.calls for row in (*table.modules, *table.ops)}
     assert calls["nn.Module: Model_0"] == 120
     assert {calls[name] for name in ("nn.Module: Layer_0", "aten::norm", "aten::gemm")} == {120 * layers}
+
+
+def test_a_kernel_that_ran_without_the_graph_too_is_one_kernel_of_its_call() -> None:
+    """As torch asks for, a program runs three times before the capture; then its graph is replayed."""
+    builder = Builder()
+    builder.add("op", "nn.Module: Model_0", 0, 100, thread=1)
+    for at, name in enumerate("abc"):
+        builder.add("runtime", "cudaLaunchKernel", at, at + 1, thread=1, captured=builder.intern(name))
+    for at, name in enumerate("abc"):
+        builder.add("kernel", name, at, at + 1, device=0, stream=7)
+    timeline = builder.build()
+    rows, of_model = np.concatenate((timeline.rows("runtime"), timeline.rows("kernel"))), timeline.rows("op")
+    calls, made = share_repeats(timeline, rows, np.repeat([3000.0, 3.0], 3), np.repeat(of_model, 6))
+    assert (calls.tolist(), made.tolist()) == (of_model.tolist(), [3003.0])
 
 
 @pytest.mark.parametrize("layers", [2, 8])

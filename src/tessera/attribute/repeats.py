@@ -44,26 +44,30 @@ def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints, *, n
             calls = links.parent[calls]
             kernels, times, calls = (some[calls != NONE] for some in (kernels, times, calls))
             held.append((kernels, times, calls))
-        found = _share_repeats(timeline["name"], *(np.concatenate(some) for some in zip(*held, strict=True)))
+        found = share_repeats(timeline, *(np.concatenate(some) for some in zip(*held, strict=True)))
         np.maximum.at(repeats, *found)
     return repeats
 
 
-def _share_repeats(names: Ints, kernels: Ints, times: Floats, calls: Ints) -> tuple[Ints, Floats]:
+def share_repeats(timeline: Timeline, kernels: Ints, times: Floats, calls: Ints) -> tuple[Ints, Floats]:
     """Return the traced calls, and how often each was made. Each kernel was repeated `times` on behalf of its call.
 
     The repeats of one call's kernels may be linked to several traced calls of its name, a part to each. So calls that
     run equally many kernels of one name are counted together: the number of these kernels, divided by how many a call
-    runs.
+    runs. A kernel that a call put into a graph, and that also ran without it, is one of the call's kernels, not two.
     """
+    names, captured = timeline["name"], timeline.columns.get("captured")
+    put = np.full(len(kernels), NONE, np.int64) if captured is None else captured[kernels]  # the name of its kernel
     distinct_calls, place = rank_values(calls)
     most = np.zeros(len(distinct_calls))  # the most repeats of any of its kernels
     np.maximum.at(most, place, times)
-    key, count = rank_combinations(names[calls], names[kernels])
+    key, count = rank_combinations(names[calls], np.where(put == NONE, names[kernels], put))
     by_holders: dict[tuple[int, ...], list[float]] = {}
     order = argsort_small(key, count)
     for entries in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
-        holders, runs = np.unique(place[entries], return_counts=True)
+        holders, where = np.unique(place[entries], return_inverse=True)
+        is_put = put[entries] != NONE
+        runs = np.maximum(*(np.bincount(where[some], minlength=len(holders)) for some in (is_put, ~is_put)))
         if runs.min() == runs.max():
             by_holders.setdefault(tuple(holders.tolist()), []).append(float(times[entries].sum() / runs[0]))
     made = most.copy()
