@@ -8,6 +8,7 @@
     python benchmarks/predict/predict_models.py heldout4                        a fourth
     python benchmarks/predict/predict_models.py heldout5                        a fifth
     python benchmarks/predict/predict_models.py heldout6                        a sixth, in no fit
+    python benchmarks/predict/predict_models.py heldout7                        a seventh, in no fit
 
 The sets were recorded with transformers 5.17, which gives encoders a mask while a graph is captured; later ones do not, and
 are then another program (T5 takes half of the time). Run it with that version; the result names the one it was run with.
