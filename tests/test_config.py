@@ -55,6 +55,12 @@ def test_each_key_comes_from_the_strongest_place(home: Path, monkeypatch: pytest
     assert config.load().gco2e_per_kwh == 400
 
 
+def test_a_current_folder_that_was_removed_is_in_no_project(home: Path) -> None:
+    write_user(home, "pue = 1.1\n")
+    Path.cwd().rmdir()
+    assert config.load() == config.Config(pue=1.1)
+
+
 def test_a_cost_has_the_pue_and_the_error(home: Path) -> None:
     settings = config.Config(price_per_kwh=0.3, currency="EUR", gco2e_per_kwh=500, pue=1.5)
     cost = settings.cost_of(3.6e6, 3.6e5)

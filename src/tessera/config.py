@@ -108,7 +108,11 @@ KEYS = tuple(f.name for f in dataclasses.fields(Config))
 def load(folder: str | Path | None = None) -> Config:
     """Return the settings for a folder (the current one by default): each key from the first place that has it."""
     stated: dict[str, Any] = {}
-    for where, values in _read_places(Path(folder or Path.cwd())):
+    try:
+        here = Path(folder or "").absolute()
+    except FileNotFoundError:  # the current folder was removed: it is in no project
+        here = Path("/")
+    for where, values in _read_places(here):
         _check_values(where, values)
         stated = {**values, **stated}
     return Config(**stated)
@@ -158,7 +162,7 @@ def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if text:
             where = f"${PREFIX}{key.upper()}"
             yield where, {key: _parse_value(where, key, text)}
-    for path in (parent / "pyproject.toml" for parent in (folder.absolute(), *folder.absolute().parents)):
+    for path in (parent / "pyproject.toml" for parent in (folder, *folder.parents)):
         where = f"[tool.tessera] of {path}"
         try:
             table = _read_section(path)
