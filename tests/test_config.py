@@ -123,8 +123,8 @@ def test_mistakes_in_the_environment_and_the_option(home: Path, monkeypatch: pyt
     monkeypatch.setenv("TESSERA_PUE", "x")
     with pytest.raises(ArgumentError, match="TESSERA_PUE='x' is not a number"):
         config.load()
-    for text in ("puf=1", "pue"):
-        with pytest.raises(ArgumentError, match="not a setting"):
+    for text, words in (("puf=1", "is not a setting; did you mean 'pue'"), ("pue", "^--config 'pue' has no value")):
+        with pytest.raises(ArgumentError, match=words):
             config.set_value(text)
     monkeypatch.delenv("TESSERA_PUE")
     for text, words in (("pue=0.5", "^--config: pue = 0.5 is not"), ("pue=x", "^--config pue='x' is not a number")):

@@ -143,9 +143,9 @@ def set_value(text: str) -> None:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or key not in KEYS:
-        near = did_you_mean(key, KEYS)
+        wrong = f"is not a setting{did_you_mean(key, KEYS)}" if key not in KEYS else "has no value"
         fix = f"write KEY=VALUE, such as price_per_kwh=0.30; keys: {', '.join(KEYS)}"
-        raise ArgumentError(f"--config {text!r} is not a setting{near}", fix=fix)
+        raise ArgumentError(f"--config {text!r} {wrong}", fix=fix)
     value = value.strip()
     if value:
         _check_values("--config", {key: _parse_value(f"--config {key}", key, value)})
