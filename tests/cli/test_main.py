@@ -59,6 +59,12 @@ def test_both_programs_end_the_same_way(program: Any, capsys: Any) -> None:
     assert "has no option --nothing-like-this" in capsys.readouterr().err
 
 
+def test_a_wrong_command_of_a_group_is_answered_with_the_help_of_that_group(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["governor", "lease"])
+    assert "did you mean 'release'?\n  fix: `tessera governor --help` lists all 10" in capsys.readouterr().err
+
+
 def test_a_path_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     new, old, deep = tmp_path / "new.csv", tmp_path / "old.csv", tmp_path / "a" / "b.csv"
     old.write_text("kept")

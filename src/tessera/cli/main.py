@@ -67,7 +67,8 @@ class NearestGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
         if args and not args[0].startswith("-") and args[0] not in names:
-            fix = f"`tessera --help` lists all {len(names)}" if len(names) > 5 else f"one of: {', '.join(names)}"
+            group = ctx.command_path
+            fix = f"`{group} --help` lists all {len(names)}" if len(names) > 5 else f"one of: {', '.join(names)}"
             raise ArgumentError(f"there is no command {args[0]!r}{did_you_mean(args[0], names)}", fix=fix)
         name, command, rest = super().resolve_command(ctx, args)
         return name, None if command is None else accept_style(command), rest
