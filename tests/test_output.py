@@ -125,6 +125,9 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError) as caught, replace_when_written(tmp_path / "new" / "x.csv"):
         pass
     assert caught.value.fix == f"mkdir -p {tmp_path / 'new'}" and not (tmp_path / "new").exists()
+    with pytest.raises(ArgumentError) as caught, replace_when_written(tmp_path / "a new one" / "x.csv"):
+        pass
+    assert caught.value.fix == f"mkdir -p '{tmp_path / 'a new one'}'", "the shell must see one folder"
 
 
 @pytest.mark.parametrize("cell", ["=HYPERLINK(1)", "+1", "-2", "@x", "\t=1", "\r=1"])

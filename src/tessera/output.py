@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import shlex
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +59,8 @@ def cannot_write(path: Path, error: OSError) -> ArgumentError:
     """The error for a file that cannot be written, with what to do about it."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.parent.is_dir():
         folder = path.parent
-        return ArgumentError(f"cannot write {path}", why=f"there is no folder {folder}", fix=f"mkdir -p {folder}")
+        fix = shlex.join(["mkdir", "-p", str(folder)])
+        return ArgumentError(f"cannot write {path}", why=f"there is no folder {folder}", fix=fix)
     return ArgumentError(
         f"cannot write {path}",
         why=error.strerror or str(error),

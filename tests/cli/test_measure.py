@@ -302,6 +302,15 @@ def test_a_modelled_recording_replays_as_modelled(tmp_path: Path) -> None:
     assert total["error_j"] >= 0.25 * total["energy_j"]
 
 
+def test_the_next_command_names_a_trace_as_the_shell_must_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    path = tmp_path / "power of a run.csv"
+    out = invoke(command, "--sensor", "modelled", "--trace", path, "--", "true")
+    assert f"tessera measure --sensor 'replay:{path}' -- sleep 1" in out.stderr
+
+
 def test_the_end_of_a_failed_command_is_said(gpu: dict[str, str]) -> None:
     assert "exit code 3" in tessera("measure", "--", "sh", "-c", "exit 3", env=gpu).stderr
     assert "was interrupted (Ctrl-C)" in tessera("measure", "--", "sh", "-c", "kill -2 $$", env=gpu).stderr

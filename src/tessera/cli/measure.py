@@ -158,7 +158,7 @@ def _print_report(run: CommandRun, command: Sequence[str], trace: Path | None, a
     from ..report.measure import answer, busy_text
 
     if trace:
-        next_command = f"tessera measure --sensor replay:{trace} -- sleep 1"
+        next_command = shlex.join(["tessera", "measure", "--sensor", f"replay:{trace}", "--", "sleep", "1"])
     else:
         arguments = sys.argv[sys.argv.index("measure") + 1 :] if "measure" in sys.argv else []
         next_command = shlex.join(["tessera", "measure", "--trace", "power.csv", *arguments])
