@@ -300,6 +300,8 @@ def test_a_modelled_recording_replays_as_modelled(tmp_path: Path) -> None:
     total = json.loads(out.stdout)["report"]["total"]
     assert total["basis"] == "modelled"
     assert total["error_j"] >= 0.25 * total["energy_j"]
+    (cpu,) = (Domain(**d) for d in json.loads(out.stdout)["report"]["domains"] if d["counted"])
+    assert sensors_line([cpu]).plain == "MODELLED, not measured: the power of cpu0 was modelled when it was recorded."
 
 
 def test_the_next_command_names_a_trace_as_the_shell_must_see_it(

@@ -40,8 +40,10 @@ def sensors_line(domains: Sequence[Domain]) -> Text:
         if all(d.source == "modelled" for d in modelled):
             of = "CPU time" if modelled[0].scope == "process" else "utilisation"
             how = f"no power sensor is readable; {which} is the {of} of {SCOPES[modelled[0].scope]} times a power curve"
-        else:
+        elif all(d.scope == "process" for d in modelled):
             how = f"{which} is the share of {SCOPES['process']} in what was measured, by CPU time"
+        else:
+            how = f"the power of {which} was modelled when it was recorded"
         return Text(f"MODELLED, not measured: {how}.", style="yellow")
     names = [f"{d.name} ({d.source}, {format_duration(d.resolution_s)})" for d in counted[:4]]
     more = f" and {len(counted) - 4} more" if len(counted) > 4 else ""
