@@ -11,6 +11,7 @@ import pytest
 
 from tessera.cli.fleet import command
 from tessera.errors import ArgumentError
+from tessera.fleet import node_metrics
 from tessera.fleet.node_floor import MARGIN_C, NodeShare, PlacementJob, PlacementNode
 from tessera.fleet.packing import compare_packing, cooling_cop
 from tessera.fleet.placement import place_jobs
@@ -280,3 +281,11 @@ def test_a_node_that_does_not_answer_counts_with_its_maximum(tmp_path: Path) -> 
     assert said.code == 1  # 7 kW of the silent node and 6.5 kW of n1 are more than the feed carries
     assert placed["waiting"][0]["job"] == "train"
     assert "n2: no answer" in placed["notes"][0] and "counts with its maximum of 7 kW" in placed["notes"][0]
+
+
+def test_a_node_whose_sensors_see_less_than_its_idle_watts_counts_with_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"cpu-only": 8.0, "whole": 2500.0}
+    monkeypatch.setattr(node_metrics, "ask_endpoint", lambda url: node_metrics.NodeReading(power_w=seen[url]))
+    nodes, notes = node_metrics.fill_nodes([node("n1", 30.0), node("n2", 30.0)], {"n1": "cpu-only", "n2": "whole"})
+    assert [n.power_w for n in nodes] == [1000.0, 2500.0]
+    assert notes == ["n1: its sensors see 8 W of it; it counts with its idle 1 kW"]

@@ -93,6 +93,7 @@ def fill_nodes(nodes: Sequence[PlacementNode], endpoints: Mapping[str, str]) -> 
     """Return the nodes with the temperatures and watts from their endpoints now, and why some do not answer.
 
     A node whose watts nobody knows counts at its maximum: it may be busy, and a feed that is planned without it trips.
+    One that answers draws its idle watts at least: where it says less, its sensors do not see all of it.
     """
     filled, problems = [], []
     for node in nodes:
@@ -104,6 +105,10 @@ def fill_nodes(nodes: Sequence[PlacementNode], endpoints: Mapping[str, str]) -> 
         if power_w is None:
             power_w = node.power_w if node.max_w is None else node.max_w
             problems.append(f"{node.name}: {reading.problem or 'its answer has no watts'}; {_say_counted(node)}")
+        elif power_w < node.idle_w:
+            seen = f"its sensors see {format_power(power_w)} of it"
+            problems.append(f"{node.name}: {seen}; it counts with its idle {format_power(node.idle_w)}")
+            power_w = node.idle_w
         temperature_c = node.temperature_c if reading.temperature_c is None else reading.temperature_c
         filled.append(dataclasses.replace(node, temperature_c=temperature_c, power_w=power_w))
     return filled, problems
