@@ -115,6 +115,8 @@ def test_the_band_that_can_be_resolved_is_said() -> None:
     fast = analyze.power(trace(sine(400.0, 100.0, 2.0)))
     assert fast.facts["resolvable_to_hz"] == pytest.approx(25.0)
     assert not any("can be resolved" in note for note in fast.notes)
+    ten_s = analyze.power(trace(sine(400.0, 100.0, 2.0)(np.arange(1990) * 5e-3), step_ms=5.0))  # type: ignore[operator]
+    assert not any("can be resolved" in note for note in ten_s.notes), "only 0.1-20 Hz of 0.1-20 Hz"
     slow = analyze.power(trace(sine(400.0, 100.0, 0.4), step_ms=100.0))
     assert slow.facts["resolvable_to_hz"] == pytest.approx(5.0)
     assert any("of 0.1-20 Hz only 0.1-5 Hz can be resolved" in note for note in slow.notes)

@@ -348,9 +348,10 @@ class _DomainStudy:
         if ramps and self.timeline is None:
             notes.append(f"ramps are over one sample of {s.step_s * 1e3:.3g} ms: a utility means those over a second")
         low, high = s.resolvable_hz
-        if low > BAND_HZ[0] or high < BAND_HZ[1]:
+        seen = f"{max(low, BAND_HZ[0]):.3g}-{min(high, BAND_HZ[1]):.3g} Hz"
+        if seen != "0.1-20 Hz":  # ten seconds less a sample miss nothing that can be written
             notes.append(
-                f"of 0.1-20 Hz only {max(low, BAND_HZ[0]):.3g}-{min(high, BAND_HZ[1]):.3g} Hz can be resolved:"
+                f"of 0.1-20 Hz only {seen} can be resolved:"
                 f" samples {s.step_s * 1e3:.3g} ms apart over {s.seconds:.3g} s"
             )
         if s.seconds < 0.9 * float(np.sum(self.curve.seconds)):
