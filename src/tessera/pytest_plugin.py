@@ -82,9 +82,10 @@ def _read_marker(marker: pytest.Mark) -> dict[str, Any]:
     if marker.args:
         _fail(f"mark.energy takes arguments by name only: {names}")
     asked = {**_ARGUMENTS, **marker.kwargs}
-    limit = asked["max_j"]
-    if (limit is not None and not limit > 0) or asked["runs"] < 1 or asked["warmup"] < 0:
-        _fail("mark.energy needs max_j above 0, runs of at least 1 and warmup of at least 0")
+    limit, runs, warmup = (asked[name] for name in _ARGUMENTS)
+    whole = isinstance(runs, int) and isinstance(warmup, int) and runs >= 1 and warmup >= 0
+    if not whole or not (limit is None or (isinstance(limit, int | float) and limit > 0)):
+        _fail("mark.energy needs max_j above 0 (joules), runs of at least 1 and warmup of at least 0, all as numbers")
     return asked
 
 

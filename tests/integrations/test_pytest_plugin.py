@@ -107,6 +107,8 @@ def pytest_pyfunc_call(pyfuncitem):  # as pytest-asyncio does
         ("3", "by name only"),
         ("runs=0", "runs of at least 1"),
         ("max_j=-1", "max_j above 0"),
+        ("max_j='5kJ'", "max_j above 0 (joules)"),
+        ("runs=2.5", "all as numbers"),
     ],
 )
 def test_a_wrong_marker_is_said(pytester: pytest.Pytester, arguments: str, words: str) -> None:
