@@ -100,7 +100,7 @@ def test_a_killed_run_and_a_running_one(folder: Path) -> None:
 def test_prune_shows_before_it_deletes(folder: Path) -> None:
     before = sorted(p.name for p in folder.iterdir())
     done = invoke(runs.command, "prune", folder, "--keep", "1")
-    assert "would delete" in done.stdout and "2 of 5 runs" in done.stdout and "--yes" in done.stdout
+    assert "\nwould delete 2 of 5 runs" in done.stdout and "--yes" in done.stdout
     assert sorted(p.name for p in folder.iterdir()) == before
 
 
@@ -108,7 +108,7 @@ def test_prune_deletes_only_old_runs_and_their_side_files(folder: Path) -> None:
     (folder / "old.tessera-shm").write_bytes(b"x")
     (folder / "link.tessera").symlink_to(folder / "old.tessera")
     done = invoke(runs.command, "prune", folder, "--keep", "1", "--yes")
-    assert done.code == 0, done.stderr
+    assert done.code == 0 and "\ndeleted 2 of 5 runs" in done.stdout, done.stderr
     left = {p.name for p in folder.iterdir()}
     assert left == {"new.tessera", "notes.txt", "fake.tessera", "other.tessera", "old.html", "link.tessera"}
 

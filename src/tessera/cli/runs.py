@@ -41,7 +41,8 @@ def command() -> None:
       tessera runs diff runs/train.tessera runs/train-2.tessera
       tessera runs prune --keep 10 --older-than 30d
 
-    Without a command it lists: `tessera runs list FOLDER`. The folder is runs/ if none is given.
+    Without a command it lists: `tessera runs list FOLDER`. If none is given, the folder is runs/, or the
+    current one where there is no runs/.
     """
 
 
@@ -91,6 +92,8 @@ def prune(folder: Path | None, keep: int | None, older_than_s: float | None, yes
     Example:
       tessera runs prune runs --keep 10 --older-than 30d --yes
 
+    Without FOLDER it is runs/, or the current folder where there is no runs/.
+
     A run is deleted if both conditions that you give hold. Other files, files that cannot be read as a run, runs that
     are being written, and HTML pages stay.
     """
@@ -108,7 +111,7 @@ def prune(folder: Path | None, keep: int | None, older_than_s: float | None, yes
         print(f"{'deleting' if yes else 'would delete'} {name} ({format_bytes(run.size_bytes, 3)})")
     size = delete_runs(old) if yes else sum(r.size_bytes for r in old)
     hint = "" if yes or not old else "; add --yes to delete them"
-    print(f"{len(old)} of {len(runs)} runs, {format_bytes(size, 3)}{hint}")
+    print(f"{'deleted' if yes else 'would delete'} {len(old)} of {len(runs)} runs, {format_bytes(size, 3)}{hint}")
     return 0
 
 
