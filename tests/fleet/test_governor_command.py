@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tessera.cli import governor as command_module
 from tessera.errors import GovernorError
 from tessera.fleet.governor.client import GovernorClient
 from tessera.fleet.governor.tokens import read_secret
@@ -28,6 +30,15 @@ def tessera(*words: str, env: dict[str, str], code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def test_what_is_typed_next_reaches_this_governor(tmp_path, monkeypatch):
+    monkeypatch.setattr(command_module, "default_state", lambda: tmp_path / "own")
+    own = command_module._join_command("http://127.0.0.1:9410", tmp_path / "own", None)
+    assert own == "tessera governor join --guaranteed 300W"
+    other = command_module._join_command("https://127.0.0.1:9411", tmp_path / "a rack", Path("cert.pem"))
+    token = tmp_path / "a rack" / "operator.token"
+    assert other == f"{own} --url https://127.0.0.1:9411 --token-file '{token}' --ca cert.pem"
 
 
 @pytest.fixture

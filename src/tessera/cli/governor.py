@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -138,10 +139,20 @@ def serve(
             print_json({"url": url, "state": str(folder), "policy": policy, "limit_w": policy.limit_w})
         else:
             click.echo(f"{describe_policy(policy)}\nserving {url} (Ctrl-C stops), state in {folder}")
-            click.echo("next, on each node: tessera governor join --guaranteed 300W")
+            click.echo(f"next, on each node: {_join_command(url, folder, tls_cert)}")
         sys.stdout.flush()
 
     asyncio.run(serve_governor(service, tokens, listener, tls=tls, started=say_started))
+
+
+def _join_command(url: str, folder: Path, ca_file: Path | None) -> str:
+    """Return what joins a node to this governor, with all that a call does not find by itself."""
+    from ..fleet.governor.client import DEFAULT_URL
+
+    words = ["tessera", "governor", "join", "--guaranteed", "300W"]
+    words += ["--url", url] if url != DEFAULT_URL else []
+    words += ["--token-file", str(folder / OPERATOR_FILE)] if folder != default_state() else []
+    return shlex.join([*words, *(["--ca", str(ca_file)] if ca_file else [])])
 
 
 def _log_event(event: GovernorEvent) -> None:

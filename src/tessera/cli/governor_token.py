@@ -55,7 +55,8 @@ def create_token(name: str, role: str, out: Path | None, state: Path | None, as_
     from ..fleet.governor.tokens import Role, TokenFile
     from ..output import replace_when_written
 
-    tokens = TokenFile((state or default_state()) / "tokens.json")
+    folder = state or default_state()
+    tokens = TokenFile(folder / "tokens.json")
     if out is None:
         secret = tokens.create(name, Role(role))
         print_json({"name": name, "role": role, "token": secret}) if as_json else click.echo(secret)
@@ -66,7 +67,7 @@ def create_token(name: str, role: str, out: Path | None, state: Path | None, as_
     if as_json:
         print_json({"name": name, "role": role, "file": str(out)})
     else:
-        click.echo(f"wrote {out}", err=True)
+        click.echo(f"wrote {out}; the governor whose state is in {folder} takes it", err=True)
 
 
 @command.command("list")

@@ -148,7 +148,10 @@ class GovernorApp:
 
 
 _READ_API = "GET /v1/openapi.json describes every call"
-_NEW_TOKEN = "on the governor's machine: tessera governor token create NAME --role ROLE --out FILE; NAME is the node's"
+_NEW_TOKEN = (
+    "on the governor's machine, with the --state of its `serve`: tessera governor token create NAME --role ROLE --out "
+    "FILE (for a node, NAME is the node's); then give --token-file FILE"
+)
 
 
 class _Refused(Exception):
