@@ -28,7 +28,7 @@ from tessera.fleet.simulator import simulate
 from tessera.fleet.supplies import Battery, Feed, NodeSupply
 from tessera.fleet.waves import make_square, make_wave, report_to_wave
 from tessera.policy import parse_policies
-from tessera.report.simulate import describe_trips, simulation_text
+from tessera.report.simulate import describe_above_breaker, describe_trips, simulation_text
 
 from command_line import invoke
 from places import REPOSITORY
@@ -230,7 +230,9 @@ def test_an_overload_opens_the_breaker_when_its_curve_says() -> None:
     tight = dataclasses.replace(facility, rack_breaker=breaker)
     result = simulate(make_scenario(make_job(waves=(steady,)), facility=tight, duration_s=20.0), engine="numpy")
     (trip,) = result.trips
-    assert trip.kind == "rack breaker tripped"
+    assert trip.kind == "rack breaker tripped" and not result.racks_above_breaker
+    short = simulate(make_scenario(make_job(waves=(steady,)), facility=tight, duration_s=2.0), engine="numpy")
+    assert not short.trips and describe_above_breaker(short).startswith("1 rack up to 220% of what the breaker is")
     assert trip.time_s == pytest.approx(breaker.trip_s(2.2), rel=0.02)
     assert result.load_w[-1] == 0.0
 

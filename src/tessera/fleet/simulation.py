@@ -147,6 +147,11 @@ class Simulation:
         return [] if governor is None else [rack for rack in self.racks if rack.peak_w > governor.rack_cap_w]
 
     @property
+    def racks_above_breaker(self) -> list[RackSummary]:
+        """Return racks that draw more than their breaker is rated for, and whose breaker has not opened."""
+        return [rack for rack in self.racks if rack.load > 1.0 and rack.is_closed]
+
+    @property
     def cap_above_breaker(self) -> tuple[str, float] | None:
         """Return the rack whose breaker carries the least, and its watts, if `rack_cap` is above that; else None."""
         governor, facility = self.scenario.policies.rack_power_governor, self.scenario.facility

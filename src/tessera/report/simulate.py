@@ -88,6 +88,8 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
         ("trips", describe_trips(result)),
         ("throttled", f"{format_duration(result.throttled_s, 3)} of GPUs, by heat" if result.throttled_s else "none"),
     ]
+    if result.racks_above_breaker:
+        rows.append(("above breaker", describe_above_breaker(result)))
     rows += [("soft start" if job.is_granted_all else "held", describe_held(job, result)) for job in result.held_jobs]
     rows += [("stalled", f"{job.name}: {job.reason}, and its ranks wait") for job in result.jobs if job.reason]
     if result.cap_above_breaker is not None:
@@ -158,6 +160,16 @@ def describe_trips(result: Simulation) -> str:
     if not result.ordered_trips:
         return by_themselves or "none"
     return f"{by_themselves or 'none by overload'}, {result.ordered_trips} by a fault of the file"
+
+
+def describe_above_breaker(result: Simulation) -> str:
+    """Return how far racks were above what their breakers carry, although none of these opened."""
+    racks = result.racks_above_breaker
+    count, load = sum(rack.count for rack in racks), max(rack.load for rack in racks)
+    return (
+        f"{count:,} rack{'s' if count > 1 else ''} up to {load:.0%} of what the breaker is rated for. Fix: simulate "
+        f"longer than {format_duration(result.duration_s, 3)} to see whether it holds, or fewer GPUs a rack"
+    )
 
 
 def describe_held(job: JobResult, result: Simulation) -> str:
