@@ -189,6 +189,12 @@ def test_json_lines():
     assert rows[0]["energy_j"] <= rows[1]["energy_j"] <= rows[2]["energy_j"]
 
 
+def test_json_lists_as_many_processes_as_asked():
+    done = tessera("watch", "--json", "--once", "--sensor", "modelled", "--processes", "1")
+    (row,) = [json.loads(x) for x in done.stdout.splitlines()]
+    assert len(row["processes"]) == 1 and row["owners"], "the sums by owner are of all"
+
+
 def test_once_with_the_model_says_so():
     done = tessera("watch", "--once", "--sensor", "modelled")
     assert done.returncode == 0, done.stderr

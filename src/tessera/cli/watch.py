@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import select
@@ -114,7 +115,7 @@ def wait_intervals(quit_: Quit, interval_s: float, duration_s: float) -> Iterato
 
 def _print(snapshot: Snapshot, as_json: bool, processes: int) -> None:
     if as_json:
-        click.echo(report.json_line(snapshot))
+        click.echo(report.json_line(dataclasses.replace(snapshot, processes=snapshot.processes[:processes])))
     elif sys.stdout.isatty():
         from ..report.console import Console
 
