@@ -415,6 +415,13 @@ def test_wrong_use_of_runs(args: list[str], code: int, words: str) -> None:
     assert done.code == code or isinstance(done.code, ArgumentError)
 
 
+@pytest.mark.parametrize(("idle_w", "is_shown"), [(None, False), (0.0, False), (100.0, True)])
+def test_the_joules_above_idle_are_shown_where_something_was_drawn_before(idle_w: float | None, is_shown: bool) -> None:
+    total = Energy(energy_j=1551.0, error_j=47.0, time_s=3.0, source="nvml")
+    report = EnergyReport(name="sleep 3", total=total, by_domain={}, domains=[], idle_w=idle_w)
+    assert ("above idle" in plain_console(100).text(answer(report, advice=None, next_command=None))) is is_shown
+
+
 def test_joules_that_nothing_measured_are_unknown_and_not_zero() -> None:
     node = Energy(energy_j=1551.0, error_j=47.0, time_s=3.0, source="redfish")
     report = EnergyReport(

@@ -65,7 +65,7 @@ def answer(
         table.add_row("", Text(f"and {more} more regions: --json lists them", style="dim"))
     for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].energy_j):
         table.add_row(name, _domain_text(report, name, energy))
-    if report.idle_w is not None and report.total.time_s > 0:
+    if report.idle_w and report.total.time_s > 0:  # a process that has not begun draws 0 W: that says nothing
         above = report.total.energy_j - report.idle_w * report.total.time_s
         table.add_row("above idle", f"{format_energy(above)} (idle before the run: {format_power(report.idle_w)})")
     for gap in report.gaps[:3]:
