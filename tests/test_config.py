@@ -163,6 +163,7 @@ def test_a_broken_section_that_was_merely_found_is_one_line(home: Path, text: st
         assert config.load().pue == 1.3
         config.load()
     assert len(said) == 1 and "\n" not in str(said[0].message)
+    assert str(said[0].message).count("[tool.tessera] of") == 1, "its place is said once"
     config._warn_once.cache_clear()
     assert invoke(main.cli, "completion", "bash").code in (0, None)
 

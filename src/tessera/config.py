@@ -172,7 +172,7 @@ def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 break
         except ArgumentError as exc:  # only warn: the user did not name this file, and it may be somebody else's
             why = exc.what if exc.why is None else f"{exc.what} ({exc.why})"
-            _warn_once(f"{where} is ignored: {' '.join(why.split())}")
+            _warn_once(f"{where} is ignored: {' '.join(why.removeprefix(where).lstrip(': ').split())}")
     path = user_file()
     if path.is_file():
         yield str(path), _read_toml(path)
