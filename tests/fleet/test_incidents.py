@@ -210,6 +210,20 @@ def test_the_entries_of_redfish_and_lines_of_json(tmp_path: Path) -> None:
     assert (second.time_ns, second.since_ns) == (1_794_963_723_250_000_000, None)
 
 
+def test_an_event_whose_kind_or_time_is_not_known_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "pdu.log"
+    rows = [
+        {"time": "2026-03-01T10:00:00Z", "kind": "over_curent", "message": "outlet 3"},
+        {"time": 1772359200, "kind": "psu_fault"},
+        {"time": "2026-03-01T10:00:00Z", "message": "fan ok"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    said = ((1, "'over_curent' is no kind of event; did you mean 'over_current'?"), (2, "its time cannot be read"))
+    assert read_event_log(path).wrong_lines == said
+    path.write_text(json.dumps({"Members": rows}))
+    assert read_event_log(path).wrong_lines == said
+
+
 def test_a_line_that_is_no_json_is_left_out_and_named(tmp_path: Path) -> None:
     path = tmp_path / "pdu.log"
     line = '{"time": "2026-03-01T10:00:0%d.5Z", "kind": "over_current", "domain": "pdu1"}\n'
@@ -217,6 +231,7 @@ def test_a_line_that_is_no_json_is_left_out_and_named(tmp_path: Path) -> None:
     log = read_event_log(path)
     assert len(log.events) == 3 and [number for number, _ in log.wrong_lines] == [4, 6]
     assert read_events(path) == list(log.events)
+    assert all(why.startswith("it is not JSON (") for _, why in log.wrong_lines)
     path.write_text('{"time": "2026-\n{"kind": ')
     with pytest.raises(RecordingError, match="is not JSON"):
         read_events(path)

@@ -250,7 +250,7 @@ def incidents(runs: tuple[Path, ...], logs: tuple[Path, ...], within_s: float, t
         if some.wrong_lines:
             number, why = some.wrong_lines[0]
             more = f" and {len(some.wrong_lines) - 1} more" if len(some.wrong_lines) > 1 else ""
-            said.append(f"{log}: line {number}{more} left out: it is not JSON ({why})")
+            said.append(f"{log}: line {number}{more} left out: {why}")
     found = dataclasses.replace(found, notes=(*found.notes, *said))
     if as_json:
         click.echo(found.to_json())

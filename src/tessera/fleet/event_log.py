@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, RecordingError
+from ..errors import ArgumentError, RecordingError, did_you_mean
 from ..power_event import PowerEvent
-from ..read_limits import JSON_BYTES, read_bytes
+from ..read_limits import JSON_BYTES, quote_value, read_bytes
 from ..sensors.ipmi import classify_event
 
 KINDS = ("over_current", "breaker_near_trip", "breaker_tripped", "psu_fault")
@@ -32,7 +32,10 @@ _FORMS = ("%m/%d/%Y %H:%M:%S", "%m/%d/%Y %I:%M:%S %p", "%m/%d/%y %H:%M:%S", "%m/
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventLog:
-    """The events of a log in time order, and the lines of it that could not be read: (number from 1, why)."""
+    """The events of a log in time order, and the lines of it that could not be read: (number from 1, why).
+
+    In a log that is one JSON value they are its entries.
+    """
 
     events: tuple[PowerEvent, ...]
     wrong_lines: tuple[tuple[int, str], ...] = ()
@@ -60,8 +63,13 @@ def read_event_log(path: str | Path, *, domain: str | None = None) -> EventLog:
     whose = domain or path.stem
     wrong: list[tuple[int, str]] = []
     if text.lstrip()[:1] in ("{", "["):
-        found = (_read_entry(row, whose) for row in _read_json(text, path, wrong) if isinstance(row, dict))
-        entries = [event for event in found if event is not None]
+        entries = []
+        for number, row in _read_json(text, path, wrong):
+            if isinstance(row, dict) and (event := _read_entry(row, whose)) is not None:
+                entries.append(event)
+            elif isinstance(row, dict) and isinstance(row.get("kind"), str):  # meant as an event of ours
+                wrong.append((number, _explain_kind(row["kind"])))
+        wrong.sort()
     else:
         entries = list(_read_sel(text, whose))
     if not entries and text.strip() and not any(map(_SEL.match, text.splitlines())) and text.lstrip()[:1] not in "{[":
@@ -90,20 +98,26 @@ def _read_sel(text: str, domain: str) -> Iterator[PowerEvent]:
             break
 
 
-def _read_json(text: str, path: Path, wrong: list[tuple[int, str]]) -> list[Any]:
+def _explain_kind(kind: str) -> str:
+    if kind in KINDS:
+        return "its time cannot be read"
+    return f"{quote_value(kind)} is no kind of event{did_you_mean(kind[:80], KINDS)}"
+
+
+def _read_json(text: str, path: Path, wrong: list[tuple[int, str]]) -> list[tuple[int, Any]]:
     """Return the rows of one JSON value, or of one on each line; a line that is not JSON is added to `wrong`."""
     try:
         whole = json.loads(text)
         rows = whole.get("Members", [whole]) if isinstance(whole, dict) else whole
-        return rows if isinstance(rows, list) else []
+        return list(enumerate(rows, 1)) if isinstance(rows, list) else []
     except (ValueError, RecursionError) as error:
         why = str(error)[:200]
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            rows += [(number, json.loads(line))] if line.strip() else []
         except (ValueError, RecursionError) as error:
-            wrong.append((number, str(error).partition(": line 1")[0][:80]))
+            wrong.append((number, f"it is not JSON ({str(error).partition(': line 1')[0][:80]})"))
     if not rows:
         raise RecordingError(f"{path} is not JSON", why=why, fix="one object a line, or a list")
     return rows
