@@ -283,6 +283,17 @@ def test_a_node_that_does_not_answer_counts_with_its_maximum(tmp_path: Path) -> 
     assert "n2: no answer" in placed["notes"][0] and "counts with its maximum of 7 kW" in placed["notes"][0]
 
 
+def test_the_next_command_of_place_keeps_the_policy_and_quotes_the_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    file, policy = tmp_path / "a fleet.yaml", tmp_path / "policy.yaml"
+    file.write_text("nodes: [{name: n1, gpus: 8, idle: 2kW, temperature: 40C}]\n")
+    policy.write_text("thermal_policy: {hotspot_threshold: 85C}\n")
+    said = invoke(command, "place", file, "--policy", policy).stdout
+    assert f"next  tessera fleet place '{file}' --policy {policy} --order pack --compare" in said
+
+
 def test_a_node_whose_sensors_see_less_than_its_idle_watts_counts_with_those(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {"cpu-only": 8.0, "whole": 2500.0}
     monkeypatch.setattr(node_metrics, "ask_endpoint", lambda url: node_metrics.NodeReading(power_w=seen[url]))

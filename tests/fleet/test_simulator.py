@@ -589,14 +589,14 @@ def test_examples_load(example: Path) -> None:
 
 
 def test_command_screen_json_page_and_csv(tmp_path: Path) -> None:
-    page, log = tmp_path / "row.html", tmp_path / "row.csv"
+    page, log = tmp_path / "row.html", tmp_path / "a row.csv"
     file = REPOSITORY / "examples" / "fleet" / "row.yaml"
     short = ("--duration", "5s", "--engine", "numpy")
     done = invoke(command, file, *short, "--html", page, "--power", log)
     assert done.code == 0
     assert "utility spec" in done.stdout
     assert "FAIL" in done.stdout
-    assert "tessera analyze power" in done.stdout
+    assert "tessera analyze power '" in done.stdout, "a path with a space, in quotes"
     text = page.read_text()
     assert "<svg" in text
     assert "http:" not in text

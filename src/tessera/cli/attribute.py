@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -42,4 +43,5 @@ def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -
     console.print(renderable(table, by=by, top=top, width=console.width))
     others = [v for v in VIEWS if table.rows(v) and v != (by or first_view(table))]
     if others:
-        console.print(f"next  tessera attribute {trace} --power {power} --by {others[0]}", style="dim", soft_wrap=True)
+        following = shlex.join(["tessera", "attribute", str(trace), "--power", str(power), "--by", others[0]])
+        console.print(f"next  {following}", style="dim", soft_wrap=True)

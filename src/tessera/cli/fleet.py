@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -116,10 +117,11 @@ def place(
     else:
         from ..report.console import open_console
 
-        following = (
-            f"tessera fleet place {fleet} --order pack --compare" if not compare else f"tessera fleet watch {fleet}"
+        of = [str(fleet), *(["--policy", str(policy)] if policy else [])]
+        following = ["watch", *of] if compare else ["place", *of, "--order", "pack", "--compare"]
+        open_console().show(
+            place_screen(placement, relief, savings, notes, shlex.join(["tessera", "fleet", *following]))
         )
-        open_console().show(place_screen(placement, relief, savings, notes, following))
     return 1 if placement.waiting else 0
 
 
@@ -258,9 +260,8 @@ def incidents(runs: tuple[Path, ...], logs: tuple[Path, ...], within_s: float, t
     from ..report.console import open_console
     from ..report.fleet_incidents import incidents_screen
 
-    following = (
-        f"tessera analyze power {runs[0]}" if len(runs) == 1 else f"tessera merge {runs[0].parent} -o all.tessera"
-    )
+    one, merged = ["analyze", "power", str(runs[0])], ["merge", str(runs[0].parent), "-o", "all.tessera"]
+    following = shlex.join(["tessera", *(one if len(runs) == 1 else merged)])
     open_console().show(incidents_screen(found, next_command=following, top=top))
     return 0
 

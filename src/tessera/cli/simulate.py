@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,10 @@ def command(file: Path, check: bool, as_json: bool, html: Path | None, power: Pa
         return code
     from ..report.simulate import simulation_screen
 
-    following = f"tessera analyze power {power}" if power else retype_command("simulate", html="simulation.html")
-    if html and not power:
-        following = retype_command("simulate", power="power.csv")
+    following = (
+        retype_command("simulate", power="power.csv") if html else retype_command("simulate", html="simulation.html")
+    )
+    if power:
+        following = shlex.join(["tessera", "analyze", "power", str(power)])
     Console(highlight=False).print(simulation_screen(result, next_command=following), crop=False)
     return code
