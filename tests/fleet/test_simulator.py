@@ -614,6 +614,10 @@ def test_command_screen_json_page_and_csv(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["basis"] == "simulated"
     assert found["passed"] is False
+    bare = tmp_path / "bare.yaml"
+    bare.write_text(re.sub(r"policies:\n.*\n", "", file.read_text()))
+    with pytest.raises(ArgumentError, match="no utility_spec"):  # a gate that cannot fail is no gate
+        raise invoke(command, bare, *short, "--check").code
 
 
 @pytest.mark.parametrize("supply_c", [222.0, 60.0, -5.0])

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ..errors import ArgumentError
 from .options import FILE, ExistingPath, check_writable, choice_option, duration_option, json_option, retype_command
 from .options import write_page as write_html
 
@@ -38,10 +39,17 @@ def command(file: Path, check: bool, as_json: bool, html: Path | None, power: Pa
     for path in (html, power):
         if path:
             check_writable(path)
+    from ..fleet.scenario import load_scenario
     from ..fleet.simulator import simulate
     from ..report.console import Console
 
-    result = simulate(file, **options)
+    scenario = load_scenario(file)
+    if check and scenario.policies.utility_spec is None:
+        raise ArgumentError(
+            f"--check has nothing to check: {file} has no utility_spec",
+            fix="policies: {utility_spec: {dynamic_range_mw: 15, ramp_mw_per_s: 10}}, or leave --check out",
+        )
+    result = simulate(scenario, **options)
     if html:
         from ..report.simulate_html import simulation_page
 
