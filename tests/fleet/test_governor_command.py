@@ -14,7 +14,7 @@ import pytest
 from tessera.cli import governor as command_module
 from tessera.errors import GovernorError
 from tessera.fleet.governor.client import GovernorClient
-from tessera.fleet.governor.tokens import read_secret
+from tessera.fleet.governor.tokens import Role, TokenFile, read_secret
 from tessera.fleet.leases import JobState, PowerRequest
 
 from governor_process import GovernorProcess
@@ -39,6 +39,15 @@ def test_what_is_typed_next_reaches_this_governor(tmp_path, monkeypatch):
     other = command_module._join_command("https://127.0.0.1:9411", tmp_path / "a rack", Path("cert.pem"))
     token = tmp_path / "a rack" / "operator.token"
     assert other == f"{own} --url https://127.0.0.1:9411 --token-file '{token}' --ca cert.pem"
+
+
+def test_a_first_start_makes_an_operator_also_where_a_node_has_a_token(tmp_path):
+    TokenFile(tmp_path / "tokens.json").create("node1", Role.NODE)
+    tokens = command_module._first_token(tmp_path)
+    made = tokens.find(read_secret(tmp_path / "operator.token"))
+    assert made.role is Role.OPERATOR
+    tokens.revoke("operator")
+    assert [t.name for t in command_module._first_token(tmp_path).read()] == ["node1"], "what was revoked stays so"
 
 
 @pytest.fixture

@@ -183,12 +183,12 @@ def _find_policy(cap_w: float | None, policy_file: Path | None, more: dict[str, 
 
 
 def _first_token(folder: Path) -> Any:
-    """Return the tokens of a governor; if there is none, make one for an operator, in a file of its own."""
+    """Return the tokens of a governor; if none was ever made for an operator, make one, in a file of its own."""
     from ..fleet.governor.tokens import Role, TokenFile
 
     tokens = TokenFile(folder / "tokens.json")
-    if not tokens.read():
-        path = folder / OPERATOR_FILE
+    known, path = tokens.read(), folder / OPERATOR_FILE
+    if not known or not (path.exists() or any(t.role is Role.OPERATOR for t in known)):
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write(tokens.create("operator", Role.OPERATOR) + "\n")
     return tokens
