@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..profile.open_recording import Progress, open_recording
 from ..profile.ranks.align_gloo import gloo_groups
 from ..profile.ranks.clocks import Offset
-from ..profile.ranks.collectives import Meeting, describe, find_waits, host_rows, measure_overlap, meetings, summarize
+from ..profile.ranks.collectives import Meeting, describe, host_rows, measure_overlap, meetings, summarize, total_wait_s
 from ..recording import Recording
 from ..timeline import Timeline
 from ..timeline.columns import NONE
@@ -204,11 +204,6 @@ def _path(ranks: Sequence[int], size: int | None, hosts: Mapping[int, str]) -> s
     return "within a node" if used and complete else None
 
 
-def _sum_waits(met: Sequence[Meeting]) -> float:
-    """What ranks waited in some collectives, all together; those that a rank had at the same time count once."""
-    return sum(find_waits(met, rank).total_ns for rank in {r for m in met for r in m.ranks}) * 1e-9
-
-
 def _sum_by_kind(rows: Sequence[Mapping[str, Any]], met: Sequence[Meeting]) -> dict[str, dict[str, Any]]:
     sums: dict[str, dict[str, Any]] = {}
     for kind in sorted({r["kind"] for r in rows}):
@@ -219,7 +214,7 @@ def _sum_by_kind(rows: Sequence[Mapping[str, Any]], met: Sequence[Meeting]) -> d
         sums[kind] = {"count": len(same), "bytes": size if sized else None, "time_s": sum(r["ns"] for r in same) / 1e9}
         sums[kind] |= {"bytes_per_s": size / ns * 1e9 if ns else None, "bus_bytes_per_s": bus}
         sums[kind] |= {"overlap_pct": _mean_by_time(same, "overlap_pct")}
-        sums[kind] |= {"wait_s": _sum_waits([m for m in met if (m.kind or "other") == kind])}
+        sums[kind] |= {"wait_s": total_wait_s([m for m in met if (m.kind or "other") == kind])}
     return sums
 
 
@@ -231,7 +226,7 @@ def sum_by_group(rows: Sequence[Mapping[str, Any]], met: Sequence[Meeting]) -> l
     sums = []
     for name, same in groups.items():
         own = [m for m in met if name_collective(m.kind, m.group) == name]
-        sums.append(_sum_group(name, same) | {"wait_s": _sum_waits(own) if own else None})
+        sums.append(_sum_group(name, same) | {"wait_s": total_wait_s(own) if own else None})
     return sorted(sums, key=lambda r: -r["time_s"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..advice import Advice
-from ..profile.ranks.collectives import find_waits, sum_delays
+from ..profile.ranks.collectives import sum_delays, total_wait_s
 from ..timeline.transfers import ON_HOST
 from ..timeline.view import collective_overlap_pct
 from ..units import format_duration
@@ -70,7 +70,7 @@ def check_communication(run: RunEvidence) -> Advice | None:
     exposed_j = exposed_s
     if run.has_joules:
         exposed_j = sum(float(run.joules[i]) * alone[row] for row, i in places.items())
-    exposed, waited_s = run.format_spent(exposed_j), _sum_waiting_s(run)
+    exposed, waited_s = run.format_spent(exposed_j), total_wait_s(run.meetings)
     moving = max(0.0, 1.0 - waited_s / exposed_s) if exposed_s > 0 else 1.0
     if run.share(moving * exposed_j) < EXPOSED_SHARE:
         return None
@@ -80,12 +80,6 @@ def check_communication(run: RunEvidence) -> Advice | None:
     action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
     saves = (moving * exposed_j, moving * exposed_s)
     return run.advise("communication", joules, evidence, action, saves=saves, by="energy table", confidence="medium")
-
-
-def _sum_waiting_s(run: RunEvidence) -> float:
-    """Return the seconds in which ranks waited for the last one, all together."""
-    ranks = {rank for met in run.meetings for rank in met.ranks}
-    return sum(find_waits(run.meetings, rank).total_ns for rank in ranks) * 1e-9
 
 
 def _watts_of_collectives(run: RunEvidence) -> float:

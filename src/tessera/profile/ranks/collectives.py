@@ -213,6 +213,11 @@ def find_waits(met: Sequence[Meeting], rank: int) -> Spans:
     return union(end_ns - waited_ns, end_ns)
 
 
+def total_wait_s(met: Sequence[Meeting]) -> float:
+    """Return the seconds that all ranks together waited for the last one."""
+    return sum(find_waits(met, rank).total_ns for rank in {r for m in met for r in m.ranks}) * 1e-9
+
+
 def sum_waits(met: Sequence[Meeting]) -> dict[int, dict[int, float]]:
     """Return, for each rank that waited, the seconds by straggler; unknown stragglers are left out."""
     waits: dict[int, dict[int, float]] = {}
@@ -244,7 +249,7 @@ def summarize(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, An
         "count": len(met),
         "median_skew_s": float(np.median(skews)),
         "worst_skew_s": float(skews.max()),
-        "wait_s": sum(find_waits(met, r).total_ns for r in ranks) * 1e-9,
+        "wait_s": total_wait_s(met),
         "move_s": sum(m.move_s for m in met),
         "overlap_pct": float(np.mean(shares)) if shares else None,
         "stragglers": {r: {"times": times[r], "wait_s": delays_s.get(r, 0.0)} for r in ranks if times[r]},
