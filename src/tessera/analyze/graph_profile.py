@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, MeasurementError
 from ..graph.rewrites import Rewrite, collect_rewrites
+from ..monitor.scope import synchronize
 from ..profile.ranks.collectives import describe as describe_collective
 from ..record import ON_DEVICE
 from ..timeline import Launch, Timeline
@@ -310,14 +310,14 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
 
     for _ in range(warmup):
         step_fn()
-    _synchronize()
+    synchronize()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(path) if path is not None else Path(folder, "steps.tessera")
         with collect_rewrites() as programs, session(mode="operators", path=target) as sess:
             for _ in range(steps):
                 step_fn()
                 sess.step()
-            _synchronize()
+            synchronize()
         timeline, notes, table = sess.timeline(), [], None
         try:
             table = sess.energy()
@@ -334,10 +334,3 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
     return dataclasses.replace(
         profile, step_s=mean.seconds, step_j=mean.energy_j, step_error_j=mean.error_j, basis=table.basis
     )
-
-
-def _synchronize() -> None:
-    """Wait for the device, so that no step runs into the next one's account."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        torch.cuda.synchronize()
