@@ -47,7 +47,6 @@ class StepSpread:
 
     count: int
     total_j: float
-    first_j: float
     median_j: float
     least_j: float
     least: str
@@ -359,7 +358,6 @@ def spread_steps(rows: Sequence[EnergyRow]) -> StepSpread | None:
     return StepSpread(
         count=len(steps),
         total_j=math.fsum(spent),
-        first_j=steps[0].energy_j,
         median_j=float(np.median(spent)),
         least_j=float(spent[low]),
         least=steps[low].name,
