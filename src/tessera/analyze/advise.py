@@ -22,7 +22,7 @@ from ..record import NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
 from . import rules_cpu, rules_host, rules_kernels, rules_ranks
-from .devices import busy_spans, explain_no_device, explain_no_power, list_devices
+from .devices import busy_spans, explain_no_device, explain_no_power, list_devices, whole_span
 from .evidence import RunEvidence, find_run_gaps
 from .kernels import COMMAND
 from .result import Result, columns
@@ -194,7 +194,7 @@ def _span(timeline: Timeline) -> tuple[int, int]:
     rows = timeline.device_rows
     if not len(rows):
         return timeline.traced_span
-    return int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+    return whole_span(timeline, rows)
 
 
 def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:

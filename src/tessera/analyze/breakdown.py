@@ -44,6 +44,7 @@ from .devices import (
     find_twins,
     group_by_launch,
     list_devices,
+    whole_span,
 )
 from .result import Result, columns
 from .slowdown import slowdown_of
@@ -139,8 +140,7 @@ class _Split:
 
 
 def _split(timeline: Timeline, device: RankDevice, gap_ns: int) -> _Split:
-    start_ns = int(timeline["start_ns"][device.rows].min())
-    end_ns = int(timeline["end_ns"][device.rows].max())
+    start_ns, end_ns = whole_span(timeline, device.rows)
     whole = union(np.array([start_ns]), np.array([end_ns]))
     activities = {name: busy_spans(timeline, device.rows, *kinds) for name, kinds in ACTIVITIES.items()}
     parts: dict[str, Spans] = {}

@@ -26,6 +26,7 @@ from ..schema import DeviceId, PowerEvent, Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..trace import PowerTrace
 from .alignment import CROWD, Alignment, LinkTraffic, SpikeWork, align_boundaries, find_boundaries
+from .devices import whole_span
 from .kernel_names import short_name
 from .result import encode_json, make_frame
 from .spikes import Curve, Spike, choose_threshold, find_spikes, format_level, make_curve
@@ -152,7 +153,7 @@ def correlate(
             check_positive(name, value, fix=f"leave {name} out, or give a positive number")
     domain = domain or find_only_gpu(power)
     rows, notes = select_rows(timeline, domain)
-    curve = make_curve(power, domain, int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max()))
+    curve = make_curve(power, domain, *whole_span(timeline, rows))
     level_w = choose_threshold(curve, percentile) if threshold_w is None else threshold_w
     spikes = find_spikes(curve, level_w, rise_w_per_s)
     share = sum(s.time_s for s in spikes) / float(np.sum(curve.seconds))

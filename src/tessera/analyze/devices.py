@@ -133,6 +133,11 @@ def list_devices(timeline: Timeline) -> list[RankDevice]:
     return sorted(devices, key=lambda d: (d.rank, d.device))
 
 
+def whole_span(timeline: Timeline, rows: Ints) -> tuple[int, int]:
+    """Return when the first of some rows started and the last one ended."""
+    return int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+
+
 def busy_spans(timeline: Timeline, rows: Ints, *kinds: str) -> Spans:
     """Return when some rows ran; with `kinds`, only those of these kinds."""
     if kinds:

@@ -25,7 +25,7 @@ from ..timeline.intervals import Nesting
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
 from .collectives import find_meetings
-from .devices import busy_spans, find_twins, list_devices, row_joules, strip_counter
+from .devices import busy_spans, find_twins, list_devices, row_joules, strip_counter, whole_span
 from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
 from .roofline import Ceilings, find_device
@@ -292,9 +292,7 @@ def find_run_gaps(recording: Recording, table: EnergyTable) -> list[HostGap]:
     if not table.kernels:
         return []
     if recording.power is None and recording.facts.kind == "trace":  # from its first device row to its last
-        rows = timeline.device_rows
-        first, last = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
-        return find_host_gaps(timeline, table, [(first, last)])
+        return find_host_gaps(timeline, table, [whole_span(timeline, timeline.device_rows)])
     return find_host_gaps(timeline, table, find_untouched(recording), accounted=recording.accounted_windows)
 
 
@@ -343,7 +341,7 @@ def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
 def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
     """Return what the host did in the middle of each gap: the region it was in and the operator or call inside."""
     rows = timeline.device_rows
-    first, last = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+    first, last = whole_span(timeline, rows)
     links = timeline.linked
     steps = {s.row for s in links.steps}
     middle = (starts + ends) // 2

@@ -22,7 +22,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import covered_ns
 from ..timeline.link import Step
 from .collectives import find_meetings, list_collectives, sum_by_group, sum_by_step
-from .devices import busy_spans
+from .devices import busy_spans, whole_span
 
 STRAGGLES = 0.05
 """A rank is called the straggler if the others together wait for it this share of the time, and most for it."""
@@ -149,7 +149,7 @@ def _watched_span(timeline: Timeline, rows: Ints, steps: Sequence[Step]) -> tupl
     traced = rows[np.isin(timeline["kind"][rows], [CODE[kind] for kind in (*ON_DEVICE, "op", "runtime")])]
     if not len(traced):
         return 0, 0
-    start_ns, end_ns = int(timeline["start_ns"][traced].min()), int(timeline["end_ns"][traced].max())
+    start_ns, end_ns = whole_span(timeline, traced)
     if not steps:
         return start_ns, end_ns
     first, last = max(start_ns, steps[0].start_ns), min(end_ns, max(s.end_ns for s in steps))

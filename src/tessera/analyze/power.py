@@ -38,6 +38,7 @@ from .correlate import (
     slowing_reasons,
     sort_telemetry,
 )
+from .devices import whole_span
 from .kernel_names import short
 from .result import Result, columns
 from .spectrum import BAND_HZ, Ramp, Spectrum, alias_hz, compute_spectrum, even_parts, find_ramps, sensor_gain
@@ -204,8 +205,7 @@ class _Window:
         self.log, self.timeline = log, timeline
         self.start_ns, self.end_ns = int(log.start_ns), int(log.end_ns)
         if timeline is not None:
-            rows = timeline.device_rows
-            self.start_ns, self.end_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+            self.start_ns, self.end_ns = whole_span(timeline, timeline.device_rows)
 
     def facts(self, domain: str | None) -> dict[str, Any]:
         """Return the window that is studied, and mean and joules of all that was recorded, as attribution has them."""

@@ -15,6 +15,8 @@ from ..errors import MeasurementError, TesseraError
 from ..recording import COMPILATION
 from ..schema import EnergyReport, Telemetry
 from ..units import format_duration, format_energy
+from .correlate import find_only_gpu
+from .devices import whole_span
 from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, HostGap, RunEvidence
 from .kernel_names import short
 from .mean_step import find_expensive, select_steps
@@ -295,12 +297,10 @@ def check_spikes(run: RunEvidence) -> Advice | None:
     calls, device = run.calls, run.device
     if run.power is None or calls is None or device is None or device.tdp_w is None or run.timeline is None:
         return None
-    start, end = run.timeline["start_ns"][calls.rows].min(), run.timeline["end_ns"][calls.rows].max()
-    gpus = [d.name for d in run.power.domains if d.counted and d.device.is_gpu]
-    if len(gpus) != 1:
+    if (domain := find_only_gpu(run.power)) is None:
         return None
     try:
-        curve = make_curve(run.power, gpus[0], int(start), int(end))
+        curve = make_curve(run.power, domain, *whole_span(run.timeline, calls.rows))
     except MeasurementError:
         return None
     limit_w = SPIKE_OVER_LIMIT * device.tdp_w.value

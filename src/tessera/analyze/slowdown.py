@@ -33,7 +33,7 @@ from ..timeline.intervals import EMPTY, Spans, covered_ns, difference, intersect
 from ..timeline.link import steps_of
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
-from .devices import busy_spans
+from .devices import busy_spans, whole_span
 from .mean_step import BLOCKS, independent_error, mean_error
 from .run_energy import accounted_energies
 
@@ -197,7 +197,7 @@ def _sum_launches(recording: Recording) -> dict[str, Any]:
     rows = rows[timeline["graph_node"][rows] <= 0]  # a graph is one launch of many kernels
     if not len(rows):
         return {}
-    begin_ns, end_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+    begin_ns, end_ns = whole_span(timeline, rows)
     busy_ns = _busiest(timeline).total_ns
     whole_s = (end_ns - begin_ns) * 1e-9
     cost_s = min(len(rows) * LAUNCH_S, max(whole_s - busy_ns * 1e-9, 0.0), BOUNDED * whole_s)
