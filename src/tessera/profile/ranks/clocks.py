@@ -75,13 +75,11 @@ class Offset:
         return cls(**{**known, "notes": tuple(known.get("notes", ()))})
 
 
-def exchange(
-    group: Any = None, *, rounds: int = ROUNDS, clock_ns: Callable[[], int] = time.time_ns, by_host: bool = True
-) -> ClockReading:
+def exchange(*, clock_ns: Callable[[], int] = time.time_ns, by_host: bool = True) -> ClockReading:
     """Compare clocks with rank 0. Every rank of the job calls this, at the start and at the end of a session.
 
-    `group` is a gloo group of all ranks. By default one is made if the job does not run on gloo, since on a GPU's
-    stream a ping-pong would wait for kernels. With `by_host`, only one rank of each other host exchanges.
+    A gloo group is made if the job does not run on gloo, since on a GPU's stream a ping-pong would wait for kernels.
+    With `by_host`, only one rank of each other host exchanges.
     """
     import torch
     import torch.distributed as dist
@@ -92,9 +90,7 @@ def exchange(
             why="torch.distributed is not initialised",
             fix="call it after torch.distributed.init_process_group",
         )
-    made = None
-    if group is None and "gloo" not in dist.get_backend():
-        group = made = dist.new_group(backend="gloo")
+    group = None if "gloo" in dist.get_backend() else dist.new_group(backend="gloo")
     try:
         rank, size = dist.get_rank(), dist.get_world_size()
         hosts: list[str] = [""] * size
@@ -104,14 +100,14 @@ def exchange(
         tensor = torch.zeros(2, dtype=torch.int64)
         for other in leaders[1:]:
             if rank == 0:
-                _answer(dist, tensor, other, group, rounds, clock_ns)
+                _answer(dist, tensor, other, group, clock_ns)
             elif rank == other:
-                reading = _ask(dist, tensor, group, rounds, clock_ns, rank, hosts[rank])
+                reading = _ask(dist, tensor, group, clock_ns, rank, hosts[rank])
         readings: list[Any] = [None] * size
         dist.all_gather_object(readings, reading, group=group)
     finally:
-        if made is not None:
-            dist.destroy_process_group(made)
+        if group is not None:
+            dist.destroy_process_group(group)
     if rank in leaders:
         return reading
     shared = readings[hosts.index(hosts[rank])]
@@ -120,19 +116,17 @@ def exchange(
     )
 
 
-def _answer(dist: Any, tensor: Any, other: int, group: Any, rounds: int, clock_ns: Callable[[], int]) -> None:
-    for _ in range(rounds + 1):
+def _answer(dist: Any, tensor: Any, other: int, group: Any, clock_ns: Callable[[], int]) -> None:
+    for _ in range(ROUNDS + 1):
         dist.recv(tensor, src=other, group=group)
         tensor[0] = clock_ns()
         tensor[1] = clock_ns()
         dist.send(tensor, dst=other, group=group)
 
 
-def _ask(
-    dist: Any, tensor: Any, group: Any, rounds: int, clock_ns: Callable[[], int], rank: int, host: str
-) -> ClockReading:
+def _ask(dist: Any, tensor: Any, group: Any, clock_ns: Callable[[], int], rank: int, host: str) -> ClockReading:
     stamps = []
-    for i in range(rounds + 1):
+    for i in range(ROUNDS + 1):
         sent = clock_ns()
         dist.send(tensor, dst=0, group=group)
         dist.recv(tensor, src=0, group=group)
@@ -167,31 +161,24 @@ def read(rank: int, stamps: Iterable[tuple[int, int, int, int]], host: str = "")
 
 def settle(start: ClockReading, end: ClockReading | None = None) -> Offset:
     """Return offset and drift from the exchanges at a session's start and end (the start alone gives no drift)."""
-    if end is None or end.at_ns <= start.at_ns:
-        return _make_offset(start.rank, start.offset_ns, 0.0, start.error_ns, start.at_ns, 0.0)
-    span_ns = end.at_ns - start.at_ns
-    grown_ns, unsure_ns = end.offset_ns - start.offset_ns, start.error_ns + end.error_ns
-    if abs(grown_ns) <= unsure_ns:  # the drift is within the uncertainty: use one offset for the whole run
-        middle = (start.offset_ns + end.offset_ns) / 2.0
-        error = max(start.error_ns, end.error_ns) + abs(grown_ns) / 2.0
-        return _make_offset(start.rank, middle, 0.0, error, start.at_ns, 0.0)
-    error = max(start.error_ns, end.error_ns)
-    return _make_offset(
-        start.rank, start.offset_ns, grown_ns / span_ns * 1e6, error, start.at_ns, unsure_ns / span_ns * 1e6
-    )
-
-
-def _make_offset(
-    rank: int, offset_ns: float, drift_ppm: float, error_ns: float, at_ns: int, drift_error_ppm: float
-) -> Offset:
+    offset_ns, error_ns, drift_ppm, drift_error_ppm = start.offset_ns, start.error_ns, 0.0, 0.0
+    if end is not None and end.at_ns > start.at_ns:
+        span_ns = end.at_ns - start.at_ns
+        grown_ns, unsure_ns = end.offset_ns - start.offset_ns, start.error_ns + end.error_ns
+        error_ns = max(start.error_ns, end.error_ns)
+        if abs(grown_ns) <= unsure_ns:  # the drift is within the uncertainty: use one offset for the whole run
+            offset_ns = (start.offset_ns + end.offset_ns) / 2.0
+            error_ns += abs(grown_ns) / 2.0
+        else:
+            drift_ppm, drift_error_ppm = grown_ns / span_ns * 1e6, unsure_ns / span_ns * 1e6
     return Offset(
-        rank=rank,
+        rank=start.rank,
         offset_ns=offset_ns,
         drift_ppm=drift_ppm,
         error_ns=error_ns,
-        at_ns=at_ns,
+        at_ns=start.at_ns,
         source="exchange",
-        notes=notes(rank, offset_ns, drift_ppm, drift_error_ppm),
+        notes=notes(start.rank, offset_ns, drift_ppm, drift_error_ppm),
     )
 
 
