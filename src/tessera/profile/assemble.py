@@ -16,7 +16,6 @@ from .ending import wait_for_device
 from .options import ON_DEVICE
 
 if TYPE_CHECKING:
-    from ..monitor import Monitor
     from .recorder import Session
     from .runfile import RunWriter
 
@@ -105,8 +104,7 @@ def _power(session: Session, writer: RunWriter) -> None:
     from ..monitor import EnergyScope, default
     from .power_feed import PowerFeed
 
-    monitor: Monitor = session._monitor or default()
-    session._monitor = monitor
+    session._monitor = monitor = default()
     options = session.options
     session._scope = EnergyScope(str(session.path.stem), monitor=monitor)
     session._feed = PowerFeed(writer, monitor.sampler, thin=options.mode == "summary")

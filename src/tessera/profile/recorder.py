@@ -83,7 +83,6 @@ class Session(SessionResults):
         exporters: Sequence[Exporter] = (),
         path: Path,
         schedule: TracingSchedule | None = None,
-        monitor: Monitor | None = None,
         facts: dict[str, Any] | None = None,
         begin_tracing: bool = True,
         claimed: bool = False,
@@ -100,7 +99,7 @@ class Session(SessionResults):
         self.steps = 0
         self._exporters = tuple(exporters)
         self._schedule = schedule
-        self._monitor = monitor
+        self._monitor: Monitor | None = None
         self._facts = dict(facts or {})
         self._begin_tracing = begin_tracing
         self._pid = os.getpid()

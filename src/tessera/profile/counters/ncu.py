@@ -51,9 +51,9 @@ class Replay(list[KernelCounters]):
     passes: int
     seconds: float
 
-    def __init__(self, kernels: Iterable[KernelCounters] = (), notes: Iterable[str] = ()) -> None:
+    def __init__(self, kernels: Iterable[KernelCounters]) -> None:
         super().__init__(kernels)
-        self.notes = list(notes)
+        self.notes = []
         self.passes, self.seconds = 0, 0.0
 
 
