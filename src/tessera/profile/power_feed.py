@@ -76,10 +76,7 @@ class PowerFeed:
     def finish(self, end_ns: int) -> None:
         """Write the rest up to a monotonic time; wait up to 3 s for the sensors to get there."""
         self._sampler.wait_for(end_ns, 3.0, self._sampler.counted_domains())
-        if self._thin:
-            self.take(end_ns)
-        else:
-            self.take()
+        self.take(end_ns)
         self._sampler.cpu_edges = None
         gaps = [g for g in list(self._sampler.gaps) if g.start_ns < end_ns and (g.end_ns or end_ns) > self._start_ns]
         self._writer.add_gaps(gaps, self._sampler.epoch.offset_ns)
