@@ -60,7 +60,7 @@ class _Maker:
         self._launches = self._launch_columns(rows.launches)
         self._extra = self._extra_types(rows)
         text = pa.dictionary(pa.int32(), pa.string())
-        types = {"kind": text, **dict.fromkeys(TEXTS, text), "value": pa.float64()}
+        types = {"kind": text, **dict.fromkeys(TEXTS, text)}
         integers = {_RENAMED.get(c, c): types.get(c, pa.int64()) for c in INTEGERS if c != "launch"}
         fields = {
             "row": pa.int64(), **integers, "value": pa.float64(), **dict.fromkeys(_ENERGY, pa.float64()),
