@@ -225,6 +225,16 @@ def test_with_a_power_log_it_is_reported_as_a_run(tmp_path):
     assert " J" in shown and "Power and what ran" in page.read_text()
 
 
+@pytest.mark.parametrize("properties", [None, 5, [None, {"name": None}]])
+@pytest.mark.parametrize("with_power", [False, True])
+def test_a_trace_whose_device_properties_cannot_be_read_is_reported(tmp_path, properties, with_power):
+    trace = write_trace(tmp_path / "trace.json")
+    trace.write_text(json.dumps(json.loads(trace.read_text()) | {"deviceProperties": properties}))
+    power = ["--power", write_power(tmp_path / "power.csv")] if with_power else []
+    data = json.loads(invoke(report, trace, *power, "--json").output)
+    assert (data["answer"] if with_power else data)["device"] == "" and "gemm" in json.dumps(data)
+
+
 @pytest.mark.parametrize("with_power", [False, True])
 def test_a_trace_is_exported(tmp_path, with_power):
     trace = write_trace(tmp_path / "trace.json")

@@ -283,8 +283,7 @@ def describe_device(recording: Recording) -> str:
         return recording.facts.device
     domains = recording.power.domains if recording.power is not None else ()
     labels = [d.label for d in domains if d.counted and d.label]
-    properties = recording.timeline.meta.get("deviceProperties", ())
-    names = labels or [str(d.get("name", "")) for d in properties if isinstance(d, dict)]
+    names = labels or [str(p.get("name") or "") for p in recording.timeline.device_properties]
     return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in Counter(names).items() if name)
 
 

@@ -183,8 +183,8 @@ def _dram_gbps(timeline: Timeline, row: int) -> float | None:
 
 
 def _sms(timeline: Timeline, device: int) -> int | None:
-    for index, properties in enumerate(timeline.meta.get("deviceProperties") or ()):
-        if isinstance(properties, dict) and int(properties.get("id", index)) == device:
+    for index, properties in enumerate(timeline.device_properties):
+        if int(properties.get("id", index)) == device:
             return int(properties.get("numSms", 0)) or None
     return None
 

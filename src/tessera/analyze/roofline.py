@@ -363,8 +363,8 @@ def find_device(timeline: Timeline, on: str | Device | None = None, label: str |
 
 def read_capability(timeline: Timeline) -> int | None:
     """Return the major compute capability of NVIDIA's chip, if the trace has it."""
-    for properties in timeline.meta.get("deviceProperties") or ():
-        if isinstance(properties, dict) and "NVIDIA" in _vendor(properties):
+    for properties in timeline.device_properties:
+        if "NVIDIA" in _vendor(properties):
             major = properties.get("computeMajor")
             return major if isinstance(major, int) else None
     return None
@@ -378,7 +378,7 @@ def _vendor(properties: dict[str, Any]) -> str:
 
 def _read_device(timeline: Timeline, label: str | None) -> Device | None:
     """Return the chip that the trace, or else the label of its power sensor, names."""
-    names = [p.get("name") for p in timeline.meta.get("deviceProperties") or () if isinstance(p, dict)]
+    names = [p.get("name") for p in timeline.device_properties]
     for name in (*names, label):
         if isinstance(name, str) and name:
             try:

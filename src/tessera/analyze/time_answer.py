@@ -21,7 +21,7 @@ from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import union_by_key
 from .advise import advise
-from .answer import name_of
+from .answer import describe_device, name_of
 from .breakdown import IDLE, breakdown
 from .devices import explain_no_device, region_passes, region_paths
 from .job_summary import JobSummary, summarize_job
@@ -122,8 +122,6 @@ def answer_by_time(recording: Recording) -> TimeAnswer:
         rows, seconds = _host_seconds(timeline)
     devices = _sum_devices(breakdown(recording).rows)
     whole_s = sum(d.span_s for d in devices) or float(seconds[rows].sum()) or 1.0
-    properties = timeline.meta.get("deviceProperties") or ()
-    names = Counter(str(d.get("name", "")) for d in properties if isinstance(d, dict)) if on_device else Counter()
     start_ns, end_ns = timeline.traced_span if len(timeline) else (0, 0)
     links = timeline.linked
     op = links.op[rows] if on_device else rows
@@ -140,7 +138,7 @@ def answer_by_time(recording: Recording) -> TimeAnswer:
         parts[name] = parts.get(name, 0.0) + row.time_s
     return TimeAnswer(
         name=name_of(recording),
-        device=", ".join(n if c == 1 else f"{c} x {n}" for n, c in names.items() if n),
+        device=describe_device(recording) if on_device else "",
         on_device=on_device,
         time_s=(end_ns - start_ns) * 1e-9,
         steps=_count_steps(timeline),

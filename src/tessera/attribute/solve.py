@@ -255,10 +255,7 @@ def _most_w(timeline: Timeline, column: DomainSamples, threads: int | None) -> f
 
 
 def _board_name(timeline: Timeline, device: DeviceId) -> str | None:
-    properties = timeline.meta.get("deviceProperties")
-    if not isinstance(properties, list):
-        return None
-    names = {int(p.get("id", i)): p.get("name") for i, p in enumerate(properties) if isinstance(p, dict)}
+    names = {int(p.get("id", i)): p.get("name") for i, p in enumerate(timeline.device_properties)}
     return names.get(device.index)
 
 

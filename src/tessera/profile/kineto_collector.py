@@ -393,9 +393,8 @@ def renumber_devices(timeline: Timeline, numbers: list[int]) -> None:
         is_mapped, np.array([*numbers, NONE])[np.where(is_mapped, device, NONE)], device
     )
     renumber_streams(timeline, numbers)
-    properties = timeline.meta.get("deviceProperties")
-    for entry in properties if isinstance(properties, list) else ():
-        if isinstance(entry, dict) and entry.get("id") in range(len(numbers)):
+    for entry in timeline.device_properties:
+        if entry.get("id") in range(len(numbers)):
             entry["id"] = numbers[entry["id"]]
 
 

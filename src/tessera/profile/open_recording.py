@@ -115,7 +115,7 @@ def _read_power(power: str | Path | PowerTrace | None, timeline: Timeline) -> Po
     if isinstance(power, (str, Path)):
         from .powerlog import read_power
 
-        named = [str(d.get("name", "")) for d in timeline.meta.get("deviceProperties") or () if isinstance(d, dict)]
+        named = [str(p.get("name") or "") for p in timeline.device_properties]
         is_other = any(name.startswith(OTHERS) for name in named)
         return read_power(power, of_nvidia=not is_other)
     return power

@@ -214,6 +214,12 @@ class Timeline:
         return int(self.columns["start_ns"][rows].min()), int(self.columns["end_ns"][rows].max())
 
     @property
+    def device_properties(self) -> list[dict[str, Any]]:
+        """What the tracer wrote about each device; empty if nothing, or nothing that can be read."""
+        written = self.meta.get("deviceProperties")
+        return [p for p in written if isinstance(p, dict)] if isinstance(written, list) else []
+
+    @property
     def row_meta(self) -> Mapping[str, Any]:
         return self.meta
 
