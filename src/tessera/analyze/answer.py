@@ -243,7 +243,7 @@ def answer(recording: Recording) -> Answer:
 
 
 def _scope(power: PowerTrace | None) -> Scope:
-    """Return "program" if any of the power is of the program alone."""
+    """Return "process" if any of the power is of the program alone."""
     domains = power.domains if power is not None else ()
     return "process" if any(d.counted and d.scope == "process" for d in domains) else "machine"
 

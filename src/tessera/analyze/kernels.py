@@ -141,16 +141,16 @@ def _summarise(kind: Ints, name: Ints, lengths: Ints, self_s: Floats) -> list[tu
     order = np.lexsort((lengths, which))
     count = np.bincount(which)
     begin = np.cumsum(count) - count
-    rank_values = lengths[order]
+    in_order = lengths[order]
 
     def percentile(percent: int) -> Ints:
         """Return the smallest duration that so many percent of the calls do not exceed."""
-        at: Ints = rank_values[begin + (count * percent + 99) // 100 - 1]
+        at: Ints = in_order[begin + (count * percent + 99) // 100 - 1]
         return at
 
-    total = np.add.reduceat(rank_values, begin)
+    total = np.add.reduceat(in_order, begin)
     figures = {"calls": count, "total_s": total / 1e9, "total_ns": total, "self_s": np.bincount(which, self_s)}
-    figures |= {"mean_s": total / count / 1e9, "min_s": rank_values[begin] / 1e9, "max_s": percentile(100) / 1e9}
+    figures |= {"mean_s": total / count / 1e9, "min_s": in_order[begin] / 1e9, "max_s": percentile(100) / 1e9}
     figures |= {"p50_s": percentile(50) / 1e9, "p99_s": percentile(99) / 1e9}
     values = zip(*(column.tolist() for column in figures.values()), strict=True)
     lines = (dict(zip(figures, row, strict=True)) for row in values)

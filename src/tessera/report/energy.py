@@ -155,7 +155,7 @@ def rows_table(
 ) -> Table:
     """Return rows with joules, share, watts, joules per call and calls; fewer columns on a narrow terminal.
 
-    ", and have neither watts nor joules per call.~", and have neither watts nor joules per call.
+    Rows whose joules were shared out by time are marked "~", and have neither watts nor joules per call.
     `idle` and `below` come after the rows: the rest of the total.
     """
     table = open_table()

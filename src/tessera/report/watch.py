@@ -1,4 +1,4 @@
-"""What `tessera watch` shows: a `Snapshot` of every domain (`monitor/now.py`), as a screen, plain lines or JSON."""
+"""What `tessera watch` shows: a `monitor.snapshot.Snapshot` of every domain, as a screen, plain lines or JSON."""
 
 from __future__ import annotations
 
