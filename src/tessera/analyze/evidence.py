@@ -28,7 +28,7 @@ from .collectives import find_meetings
 from .devices import busy_spans, find_twins, list_devices, row_joules, strip_counter, whole_span
 from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
-from .roofline import Ceilings, find_device
+from .roofline import Ceilings, find_device, read_capability
 from .slowdown import Slowdown, find_untouched
 
 LAUNCHING = "launching kernels"
@@ -165,8 +165,6 @@ class RunEvidence:
         """Return the number formats of the chip's matrix units; None if neither the catalogue nor the trace tells."""
         if self.device is not None and self.device.matrix:
             return frozenset(self.device.matrix)
-        from .roofline import read_capability
-
         major = read_capability(self.timeline) if self.timeline is not None else None
         if major is None:
             return frozenset() if self.device is not None else None
