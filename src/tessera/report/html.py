@@ -162,7 +162,7 @@ def folding_table(columns: Sequence[tuple[str, bool]], rows: Sequence[str], *, c
     return f"{table(columns, ''.join(rows), caption=caption, sorted_by=sorted_by, kind=f'sort{fold}')}{button}"
 
 
-def heading_row(columns: Sequence[tuple[str, bool]], sorted_by: str = "energy", *, sortable: bool = True) -> str:
+def heading_row(columns: Sequence[tuple[str, bool]], sorted_by: str, *, sortable: bool) -> str:
     """Return a heading row of (name, whether the column has numbers); on a page, a click sorts by the column."""
     cells = []
     for name, numeric in columns:

@@ -26,9 +26,9 @@ from .console import FittedTable, TableColumn, TextFlow, label_table, next_line,
 _LISTED, _NEIGHBOURS = 6, 8
 
 
-def plan_text(plan: ParallelPlan, *, width: int = 100) -> str:
+def plan_text(plan: ParallelPlan) -> str:
     """Return the screen of a plan as plain text."""
-    return plain_console(width).text(plan_screen(plan))
+    return plain_console(100).text(plan_screen(plan))
 
 
 def plan_screen(plan: ParallelPlan, *, next_command: str | None = None) -> RenderableType:

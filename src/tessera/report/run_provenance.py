@@ -26,7 +26,6 @@ from .run import interval_text
 
 ANALYSES = ("roofline", "stalls", "collectives", "memory")
 """The analyses that the page shows."""
-_OPTIONS: dict[str, dict[str, Any]] = {"collectives": {"min_bytes": 0}}
 _TELEMETRY = ("clocks", "temperature", "throttling")
 _HOW = (
     "Joules are {known} over the {span}. Each kernel's share is the one that fits the power samples best, given when "
@@ -233,7 +232,7 @@ def run_analyses(recording: Recording) -> dict[str, Result]:
 
 def _run_analysis(kind: str, recording: Recording) -> Result:
     try:
-        result: Result = getattr(analyze, kind)(recording, **_OPTIONS.get(kind, {}))
+        result: Result = getattr(analyze, kind)(recording)
     except TesseraError as exc:  # the page is useful without this analysis
         reason = f"{exc.what}{f': {exc.fix}' if exc.fix else ''}"
         return Result(kind=kind, title=kind, columns=(), rows=(), missing={kind: reason})

@@ -142,9 +142,9 @@ def draw_power(result: Simulation, *, close: bool = False) -> str:
     return _frame(shapes, _HEIGHT, "Power over time") + f"<p class='legend'>{legend}</p>"
 
 
-def _frame(shapes: str, height: float, label: str, css: str = "plot") -> str:
+def _frame(shapes: str, height: float, label: str) -> str:
     return (
-        f"<div class='scroll'><svg class='{css}' viewBox='0 0 {_WIDTH} {height:.0f}' role='img' "
+        f"<div class='scroll'><svg class='plot' viewBox='0 0 {_WIDTH} {height:.0f}' role='img' "
         f"aria-label='{escape(label)}'>{shapes}</svg></div>"
     )
 
