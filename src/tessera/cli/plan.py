@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..errors import ArgumentError
-from .options import FILE, check_writable, json_option, retype_command, write_page
+from .options import FILE, check_writable, json_option, print_json, retype_command, write_page
 
 DEFAULT_SEQ = 4096
 
@@ -92,7 +91,7 @@ def command(
 
         write_page(html, plan_page(result))
     if as_json:
-        click.echo(json.dumps(result.to_dict()))
+        print_json(result.to_dict())
         return 0
     from ..report.plan import plan_screen
 

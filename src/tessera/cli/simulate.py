@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,17 @@ from typing import Any
 import click
 
 from ..errors import ArgumentError
-from .options import FILE, ExistingPath, check_writable, choice_option, duration_option, json_option, retype_command
-from .options import write_page as write_html
+from .options import (
+    FILE,
+    ExistingPath,
+    check_writable,
+    choice_option,
+    duration_option,
+    json_option,
+    print_json,
+    retype_command,
+    write_page,
+)
 
 
 @click.command("simulate")
@@ -53,12 +61,12 @@ def command(file: Path, check: bool, as_json: bool, html: Path | None, power: Pa
     if html:
         from ..report.simulate_html import simulation_page
 
-        write_html(html, simulation_page(result))
+        write_page(html, simulation_page(result))
     if power:
         result.feed_power.to_csv(power)
     code = 1 if check and result.passed is False else 0
     if as_json:
-        click.echo(json.dumps(result.to_dict()))
+        print_json(result.to_dict())
         return code
     from ..report.simulate import simulation_screen
 
