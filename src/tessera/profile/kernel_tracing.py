@@ -29,9 +29,7 @@ _log = logging.getLogger("tessera")
 class KernelTracing:
     """Collects CUPTI's records from the first use of CUDA on, and delivers them as rows a few times a second."""
 
-    def __init__(
-        self, options: SessionOptions, deliver: Deliver, *, is_taken: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, options: SessionOptions, deliver: Deliver, *, is_taken: Callable[[], bool]) -> None:
         """`is_taken` returns whether Kineto records kernels at this moment; CUPTI must not be started then."""
         self.notes: list[str] = []
         self.why_nothing: str | None = None

@@ -141,13 +141,13 @@ class Finished:
         self,
         prof: Any,
         options: SessionOptions,
-        streams: Mapping[str, str] | None = None,
-        calls: Sequence[FlightCall] = (),
-        sizes: dict[str, int] | None = None,
+        streams: Mapping[str, str],
+        calls: Sequence[FlightCall],
+        sizes: dict[str, int] | None,
     ) -> None:
         self._prof = prof
         self._options = options
-        self._streams = streams or {}
+        self._streams = streams
         self._calls, self._group_sizes = calls, sizes
 
     def timeline(self) -> Timeline:
@@ -295,7 +295,7 @@ class OperatorCollector(KinetoCollector):
         options: SessionOptions,
         kernels: KernelTracing,
         modules: ModuleRanges,
-        flush: Callable[[], None] = lambda: None,
+        flush: Callable[[], None],
     ) -> None:
         """`flush` writes what was recorded to the file, because no other thread can while Kineto stops."""
         super().__init__(options)

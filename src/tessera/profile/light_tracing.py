@@ -44,9 +44,9 @@ class LightTracing:
         options: SessionOptions,
         receiver: Receiver,
         *,
-        schedule: TracingSchedule | None = None,
-        lead: bool = False,
-        before_stall: Callable[[], None] = lambda: None,
+        schedule: TracingSchedule | None,
+        lead: bool,
+        before_stall: Callable[[], None],
     ) -> None:
         self._options = options
         self._receiver = receiver

@@ -66,7 +66,7 @@ MAX_SAMPLES = 400_000
 class ProcessSampler:
     """Samples one process during a `with` block, or until the process ends; `tracks` returns the samples."""
 
-    def __init__(self, target: Target, interval_s: float, sampler: Sampler, use: ProcessUse | None = None) -> None:
+    def __init__(self, target: Target, interval_s: float, sampler: Sampler, use: ProcessUse | None) -> None:
         self._target = target
         self._interval_s = interval_s
         self._sampler = sampler

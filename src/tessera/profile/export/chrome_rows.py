@@ -77,7 +77,7 @@ class RowWriter:
         base_ns: int,
         host_pid: int,
         overlap: Overlap,
-        critical: Container[int] = (),
+        critical: Container[int],
     ) -> None:
         """`critical` are the numbers of the rows on the critical path."""
         self._critical = critical

@@ -43,7 +43,7 @@ class MergedRecording(Recording):
         offsets: Sequence[Offset],
         timeline: Timeline,
         name: str,
-        path: Path | None = None,
+        path: Path | None,
     ) -> None:
         self.files, self.offsets = files, offsets
         self._power_parts: PowerParts | None = None

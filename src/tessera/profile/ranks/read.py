@@ -179,7 +179,7 @@ def _read_files(
     return ranks
 
 
-def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> RankFile:
+def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None) -> RankFile:
     """Read one rank with its number and host; may run in its own process. `place` is the rank if nothing tells it."""
     run_id, facts, own = "", None, {}
     if path.name.endswith(TRACES):
