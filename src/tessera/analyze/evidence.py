@@ -214,9 +214,7 @@ def group_telemetry(telemetry: Sequence[Telemetry]) -> dict[str, list[Telemetry]
     return groups
 
 
-def product_cost(
-    device: Device, sizes: Sequence[int], precision: str, layout: str = "nt"
-) -> tuple[float, float] | None:
+def product_cost(device: Device, sizes: Sequence[int], precision: str, layout: str) -> tuple[float, float] | None:
     """Return predicted seconds and joules of a product (batch, m, n, k) under the power limit; None if unknown."""
     from ..estimate.gemm import gemm_time
     from ..estimate.power import DeviceWork, PowerModel

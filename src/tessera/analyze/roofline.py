@@ -133,7 +133,7 @@ def _totals(calls: Calls, roofs: Ceilings | None) -> dict[str, Any]:
     return {"flops": by_unit, "mfu_pct": 100.0 * needed_s / seconds if needed_s is not None and seconds > 0 else None}
 
 
-def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str = "kernel") -> list[dict[str, Any]]:
+def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str) -> list[dict[str, Any]]:
     """Return the rows of a roofline, most device time first."""
     rows = calls.rows
     if not len(rows):

@@ -208,7 +208,7 @@ def note_dropped(table: Table, headings: Sequence[str]) -> Table:
     return table
 
 
-def build_table(columns: Sequence[TableColumn], gap: int = 1, styles: Sequence[str] = ()) -> Table:
+def build_table(columns: Sequence[TableColumn], gap: int, styles: Sequence[str] = ()) -> Table:
     """Return a table of these columns; `styles` are those of the rows."""
     table = open_table(gap=gap)
     for c in columns:

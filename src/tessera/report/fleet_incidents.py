@@ -13,10 +13,9 @@ from ..units import format_count, format_duration, format_power
 from .console import HangingText, label_table, next_line
 
 _STYLES = {"yes": "bold red", "no": "green", "unknown": "yellow"}
-_LISTED = 8
 
 
-def incidents_screen(found: FleetIncidents, *, next_command: str, top: int = _LISTED) -> RenderableType:
+def incidents_screen(found: FleetIncidents, *, next_command: str, top: int) -> RenderableType:
     """Return the screen of the incidents."""
     count = len(found.incidents)
     hosts = f"{format_count(len(found.hosts), 'node')} recorded"

@@ -24,7 +24,7 @@ _NOTES = 8  # of a table with many chips
 def serving_screen(
     reports: Sequence[ServingReport],
     best: ServingReport | None,
-    refused: Sequence[RefusedServer] = (),
+    refused: Sequence[RefusedServer],
     *,
     limited: bool,
     next_command: str,

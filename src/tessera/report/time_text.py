@@ -36,7 +36,7 @@ def headline(result: TimeAnswer) -> str:
     return f"{format_duration(result.time_s, 4)} traced; first to last kernel {longest}{where}: {shares}"
 
 
-def time_text(result: TimeAnswer, *, width: int, by: str | None = None, top: int | None = None) -> RenderableType:
+def time_text(result: TimeAnswer, *, width: int, by: str | None, top: int | None) -> RenderableType:
     """Return the screen of a trace without power, or one of its tables."""
     if by is not None:
         return _view(result, by, top or len(result.rows(by)) or 1, width)
