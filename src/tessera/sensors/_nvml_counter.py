@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..clock import REAL, Clock
+from ..clock import Clock
 
 # How much earlier the counter shows energy than the ring, on the H200: at tick T it holds the energy up to T - 9 ms, if
 # the ring's lag is 16 ms (benchmarks/fit/fit_response.py).
@@ -68,10 +68,10 @@ class EnergyCounter:
         self,
         nvml: Any,
         handle: Any,
-        clock: Clock = REAL,
+        clock: Clock,
         *,
-        ring_lag_s: float = 0.0,
-        sampled_j: Callable[[int], float | None] = lambda _time_ns: None,
+        ring_lag_s: float,
+        sampled_j: Callable[[int], float | None],
     ) -> None:
         """`sampled_j` returns the joules of the ring's samples up to a time, from any fixed moment; None if unknown."""
         self._clock = clock

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from ..clock import REAL, Clock
+from ..clock import Clock
 from ..schema import Capability, Telemetry
 from ._nvml_power import absent_errors, number, read_field
 
@@ -50,7 +50,7 @@ RAIL_VOLTAGE = Capability(
 class TelemetryReader:
     """Asks for each item. An item that is not supported or not permitted is noted once and not asked for again."""
 
-    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock) -> None:
         self._nvml = nvml
         self._handle = handle
         self._clock = clock
@@ -134,7 +134,7 @@ class TelemetryReader:
 class GpmReader:
     """Reads GPM activity between two samples taken at least `GPM_MIN_WINDOW_NS` apart."""
 
-    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock) -> None:
         self._nvml = nvml
         self._handle = handle
         self._clock = clock

@@ -136,7 +136,7 @@ class NvmlSensor:
 class NvidiaGpu:
     """One board: its power reader, counter, HBM power and telemetry, each with its own period."""
 
-    def __init__(self, nvml: Any, visible: VisibleBoard, telemetry_s: float, clock: Clock = REAL) -> None:
+    def __init__(self, nvml: Any, visible: VisibleBoard, telemetry_s: float, clock: Clock) -> None:
         self._clock = clock
         self._nvml = nvml
         self._visible = visible

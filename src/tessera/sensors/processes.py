@@ -84,18 +84,18 @@ def list_processes(proc: Path = PROC) -> Iterator[ProcessStat]:
             yield stat
 
 
-def read_wait_s(pid: int | str, proc: Path = PROC) -> float | None:
+def read_wait_s(pid: int | str) -> float | None:
     """Return how long a process's main thread was ready but had no core; None if the kernel does not count it."""
     try:
-        return int((proc / str(pid) / "schedstat").read_text().split()[1]) * 1e-9
+        return int((PROC / str(pid) / "schedstat").read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
         return None
 
 
-def read_thread_s(number: int | None, proc: Path = PROC) -> float | None:
+def read_thread_s(number: int | None) -> float | None:
     """Return the CPU seconds of a thread of this process, by its native number; None if it is not there."""
     try:
-        return int((proc / "self/task" / str(number) / "schedstat").read_text().split()[0]) * 1e-9
+        return int((PROC / "self/task" / str(number) / "schedstat").read_text().split()[0]) * 1e-9
     except (OSError, ValueError, IndexError):
         return None
 
