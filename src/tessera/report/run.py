@@ -315,14 +315,12 @@ def _split(result: Answer, width: int) -> Text:
 
 
 def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top: int | None) -> list[RenderableType]:
-    shared = result.shared_by is not None
     parts: list[RenderableType] = []
     if by is not None:
         rows = table.top(top or 20, by) if by == "steps" else list(result.rows(by)[: top or 20])
         if not rows:
-            hint = {"modules": ": use tessera run --modules", **dict.fromkeys(OWN, ": use tessera run --stack")}.get(
-                by, ""
-            )
+            option = "--stack" if by in OWN else "--modules" if by == "modules" else None
+            hint = f": use tessera run {option}" if option else ""
             return [Text(f"no {by} were recorded{hint}", style="yellow")]
         total = len(table.steps if by == "steps" else result.rows(by))
         idle = idle_row(table, by) or rest_row(result, by, len(rows))
@@ -346,7 +344,7 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
         parts += [Text(""), rows_table(rows, view, width=width, total=total, idle=rest_row(result, view))]
     if result.lines:
         parts.append(Text(LINES_NOTE, style="yellow"))
-    if shared and (result.ops or result.kernels):
+    if result.shared_by is not None and (result.ops or result.kernels):
         parts.append(Text(f"~ divided by {result.shared_by}: {interval_text(result)}. {SUMMARY_NOTE}", style="yellow"))
     return parts
 
