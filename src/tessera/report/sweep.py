@@ -117,9 +117,9 @@ def choices(sweep: Sweep) -> list[tuple[str, SweepRow]]:
 
 def ties(sweep: Sweep) -> list[str]:
     """Return sentences for ties: best combinations that differ by less than their errors, in time and in energy."""
-    sentences = []
+    sentences, ties_of = [], _tied(sweep)
     for label, question in (("fastest", "lowest latency"), ("least energy", "least energy")):
-        if tied := _tied(sweep).get(label):
+        if tied := ties_of.get(label):
             names = tied[:MAX_TIED]
             names += [f"{len(tied) - MAX_TIED} more"] if len(tied) > MAX_TIED else []
             sentences.append(f"tied for {question} within 90%: {', '.join(names[:-1])} and {names[-1]}")
