@@ -400,12 +400,11 @@ def renumber_devices(timeline: Timeline, numbers: list[int]) -> None:
 
 def drop_unasked(timeline: Timeline, options: SessionOptions) -> Timeline:
     """Return the timeline without the kinds of device rows that were not asked for; their joules count as idle."""
-    unwanted = [CODE[k] for a in ON_DEVICE if a not in options.enabled_activities for k in _LEFT_OUT[a]]
-    if not unwanted:
-        return timeline
     left_out = [a for a in ON_DEVICE if a not in options.enabled_activities]
+    if not left_out:
+        return timeline
     note = f"not recorded, as asked: {', '.join(left_out)}; their joules count as idle"
-    kept = keep_rows(timeline, ~np.isin(timeline["kind"], unwanted))
+    kept = keep_rows(timeline, ~np.isin(timeline["kind"], [CODE[k] for a in left_out for k in _LEFT_OUT[a]]))
     return timeline if kept is timeline else replace(kept, notes=[*timeline.notes, note])
 
 
