@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import ArgumentError
+from ...joules import Floats
 from ...timeline.columns import NONE, Ints, Timeline
 from .align_gloo import MOST_DRIFT, Bounds, host_lines, within
 from .clocks import Offset, notes
@@ -31,8 +31,6 @@ MIN_MATCHED = 3
 MIN_SHARED = 0.5
 _PROBE = 64  # collectives that are compared first
 _CLOSELY = 4096  # collectives that decide how well a shift fits
-
-Floats = NDArray[np.float64]
 
 
 def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSequence]:
