@@ -190,6 +190,24 @@ def test_two_gpus_without_their_index_are_not_mixed(tmp_path):
         read_power(path)
 
 
+@pytest.mark.parametrize("named", ["", ", name"])
+def test_gpus_without_their_index_are_known_by_rows_of_the_same_time(tmp_path, named):
+    path = tmp_path / "smi.csv"
+    board = ", NVIDIA H200" if named else ""
+    lines = [f"2026/11/15 09:30:00.{i:03d}{board}, {100 + 100 * k}.00 W" for i in range(10) for k in range(4)]
+    path.write_text(f"timestamp{named}, power.draw [W]\n" + "\n".join(lines) + "\n")
+    with pytest.raises(RecordingError, match="4 GPUs and no index"):
+        read_power(path)
+
+
+@pytest.mark.parametrize("device", ["gpu", "gpu_id", "GPU_index", "device_id"])
+def test_a_plain_log_may_name_its_gpus_in_other_words(tmp_path, device):
+    path = tmp_path / "p.csv"
+    lines = [f"{1_790_000_000 + 0.1 * i:.1f},{k},{100 + 100 * k}" for i in range(10) for k in range(4)]
+    path.write_text(f"timestamp,{device},power_w\n" + "\n".join(lines) + "\n")
+    assert [c.watts[0] for c in read_power(path).columns.values()] == [100, 200, 300, 400]
+
+
 @pytest.mark.parametrize("factor", [-1.0, 1000.0])
 def test_a_log_of_impossible_watts_says_so_with_the_values(tmp_path, factor):
     path = write_own(tmp_path / "p.csv", [factor * w for w in (300.0, 600.0) * 10])

@@ -92,7 +92,8 @@ TOOLS = (
 
 _DOMAIN = "domain"
 """The column of a plain log that has whole names, as ours have them: cpu0 is the host's."""
-_PLAIN_TIMES, _PLAIN_DEVICES = ("timestamp", "time", "datetime", "epoch_s"), ("index", "gpu", "device", _DOMAIN)
+_PLAIN_TIMES = ("timestamp", "time", "datetime", "epoch_s")
+_PLAIN_DEVICES = ("index", "gpu", "gpu_id", "gpu_index", "device", "device_id", _DOMAIN)
 _PLAIN_POWER = ("power_w", "watts", "power", "power [W]", "power (W)", "W")
 
 
@@ -148,10 +149,11 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
             if partitions.setdefault(name, cells.get("xcp")) == cells.get("xcp"):
                 rows.setdefault(name, {}).setdefault(stamp.ns(cells[tool.time], line), []).append(watts)
                 labels.setdefault(name, cells.get("name", "").strip())
-    if tool.device not in head and len(boards) > 1:
+    count = max([len(boards), *(_count_boards(pairs) for pairs in rows.values())])
+    if tool.device not in head and count > 1:
         raise RecordingError(
-            f"{source} has {len(boards)} GPUs and no {tool.device}",
-            why="their watts cannot be distinguished by device number",
+            f"{source} has {count} GPUs and no {tool.device}",
+            why="rows of one time have different watts" if len(boards) < 2 else "a board's name is not its number",
             fix=f"add a column {tool.device} with the number of each GPU (nvidia-smi -L lists both), or record anew: "
             + tool.example,
         )  # fmt: skip
@@ -161,6 +163,16 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
         times_ns, logged_w = _spread(pairs)
         found[name] = make(name, times_ns, logged_w, tool, power, labels[name])
     return found
+
+
+def _count_boards(rows: dict[int, list[float]]) -> int:
+    """Return how many boards must have written the rows of a log that names none: one has one power at a time.
+
+    Times in whole seconds are those of one board that was read several times a second.
+    """
+    if not any(t % _S for t in rows):
+        return 1
+    return round(float(np.median([len(set(watts)) for watts in rows.values()])))
 
 
 def _spread(rows: dict[int, list[float]]) -> tuple[Ints, Floats]:
