@@ -150,6 +150,14 @@ def test_power_of_another_number_is_said(tmp_path, domain, said):
     assert any("kernels ran on gpu0, and the power is that of gpu1" in note for note in table.notes) is said
 
 
+@pytest.mark.parametrize("domain", ["cpu0", "dram0"])
+def test_kernels_of_a_gpu_get_no_power_of_the_host(tmp_path, domain):
+    power = write_own(tmp_path / "p.csv", [150.0] * 110, domain=domain)
+    with pytest.raises(MeasurementError) as refused:
+        load(write_trace(tmp_path / "t.json"), power=power).energy()
+    assert f"kernels ran on gpu0, and the power is that of {domain}" in str(refused.value.why)
+
+
 def test_a_run_with_power_of_its_own_takes_no_log(tmp_path):
     run = tmp_path / "r.tessera"
     synthetic_run.make(2).write(run).close()

@@ -145,7 +145,8 @@ def _pairs(
         return _host_pairs(timeline, links, counted, power.by_rank, notes)
     boards = {c.domain.device: c for c in counted.values() if c.domain.device.is_gpu}
     by_device = timeline.by_device(rows)
-    only = next(iter((boards or counted).values())) if len(boards or counted) == len(by_device) == 1 else None
+    unnamed = {name: c for name, c in counted.items() if c.domain.device.kind not in ("cpu", "dram")}
+    only = next(iter((boards or unnamed).values())) if len(boards or unnamed) == len(by_device) == 1 else None
     pairs = []
     for device, own in by_device.items():
         column = boards.get(device) or only
