@@ -178,6 +178,20 @@ def test_the_words_of_a_roofline_fit_a_device():
     assert "The kernels as a table" in run_analyses.roofline(found)
 
 
+def test_backward_convolutions_of_a_long_trace_are_looked_at_once_each(monkeypatch):
+    """Traces of torch 1.8 have no nodes of autograd: the search for the next one must not read the rest of each."""
+    named = Timeline.name
+
+    def count_reads(calls: int) -> int:
+        read = []
+        monkeypatch.setattr(Timeline, "name", lambda self, row: [read.append(row), named(self, row)][1])
+        backward = ("aten::cudnn_convolution_backward_weight", "[2,8,8,8]f32 [2,4,8,8]f32", "wgrad", 3.0)
+        list_calls(timeline(*[backward, ("aten::relu", "[2]f32", "relu", 1.0)] * calls))
+        return len(read)
+
+    assert count_reads(200) < 3 * count_reads(100)
+
+
 def test_a_convolution_without_a_backward_is_read_off_who_takes_its_output():
     b = Builder()
     x, w = "[2,3,32,32]f32", "[8,3,3,3]f32"

@@ -261,6 +261,8 @@ class _OperatorOrder:
         ops = timeline.rows("op")
         self._order = ops[np.lexsort((timeline["start_ns"][ops], timeline["thread"][ops]))]
         self._at = {int(row): i for i, row in enumerate(self._order.tolist())}
+        is_node = [name.startswith(_AUTOGRAD_NODE) and "AccumulateGrad" not in name for name in timeline.names]
+        self._nodes = np.flatnonzero(np.array(is_node, bool)[timeline["name"][self._order]])
 
     def find_output(self, row: int, outermost: int) -> Shape | None:
         """Return the first tensor used later that could be the output: same batch, channels and dimensions."""
@@ -292,11 +294,10 @@ class _OperatorOrder:
         t = self._timeline
         node = next((r for r in reversed(t.linked.path(row)) if t["sequence"][r] >= 0), row)
         number, end_ns = int(t["sequence"][node]), int(t["end_ns"][node])
-        for later in self._order[self._at[row] + 1 :].tolist():
+        for at in self._nodes[np.searchsorted(self._nodes, self._at[row], side="right") :]:
+            later = self._order[at]
             if t["thread"][later] != t["thread"][row]:
                 break
-            name = t.name(later)
-            if t["start_ns"][later] < end_ns or not name.startswith(_AUTOGRAD_NODE) or "AccumulateGrad" in name:
-                continue
-            return bool(0 <= t["sequence"][later] < number)
+            if t["start_ns"][later] >= end_ns:
+                return bool(0 <= t["sequence"][later] < number)
         return False
