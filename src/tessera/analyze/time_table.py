@@ -14,7 +14,7 @@ from ..record import KINDS
 from ..timeline.columns import NONE, Ints, Timeline
 from .devices import busy_spans, list_devices
 from .mean_step import self_time
-from .module_tree import sum_passes
+from .module_tree import sum_own, sum_passes
 
 _NAN = float("nan")
 
@@ -85,12 +85,12 @@ def _step_lengths(timeline: Timeline) -> list[float]:
 
 
 def list_modules(timeline: Timeline, rows: Ints, seconds: Floats) -> list[EnergyRow]:
-    """Return modules with everything inside them."""
-    passes = sum_passes(timeline, rows, seconds)
-    calls = Counter(timeline.name(row) for row in passes)
+    """Return modules with everything inside them; what ran in several passes of one name counts once."""
+    calls = Counter(timeline.name(row) for row in sum_passes(timeline, rows, seconds))
     sums: dict[str, float] = {}
-    for row, value in passes.items():
-        sums[timeline.name(row)] = sums.get(timeline.name(row), 0.0) + value
+    for module, value in sum_own(timeline, rows, seconds).items():
+        for name in {timeline.name(row) for row in timeline.linked.path(module)}:
+            sums[name] = sums.get(name, 0.0) + value
     return [_timed_row(name, "module", calls[name], value) for name, value in sums.items()]
 
 
