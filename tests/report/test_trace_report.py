@@ -235,6 +235,15 @@ def test_a_trace_whose_device_properties_cannot_be_read_is_reported(tmp_path, pr
     assert (data["answer"] if with_power else data)["device"] == "" and "gemm" in json.dumps(data)
 
 
+def test_one_long_gap_is_said_once(tmp_path):
+    """There were "18.8 ms of it 18.8 ms while ..."."""
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "dur": 100.0}
+    events = [kernel | {"ts": ts, "args": {"device": 0, "stream": 7}} for ts in (1000.0, 1110.0, 20_000.0)]
+    (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
+    (idle,) = [a for a in answer_by_time(open_recording(tmp_path / "t.json")).advice if a.kind == "idle"]
+    assert ", 18.8 ms of it while" in idle.evidence
+
+
 @pytest.mark.parametrize("with_power", [False, True])
 def test_a_trace_is_exported(tmp_path, with_power):
     trace = write_trace(tmp_path / "trace.json")

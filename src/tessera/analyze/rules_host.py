@@ -108,8 +108,8 @@ def check_idle(run: RunEvidence) -> Advice | None:
         evidence += f" {BESIDE}, most of it while {most.during}"
     elif most is not None:
         each = format_duration(most.each_s, 3)
-        during = f"{most.count} x {each}" if most.count > 1 else each
-        evidence += f", {run.format_spent(most.energy_j)} of it {during} while {most.during}"
+        during = f"{most.count} x {each} " if most.count > 1 else f"{each} " if run.has_joules else ""
+        evidence += f", {run.format_spent(most.energy_j)} of it {during}while {most.during}"
     action = _remedy(most.during if most else "", run.table.kernels)
     if run.share(joules) >= MOSTLY_IDLE_SHARE and not (most and COMPILATION in most.during):
         action += "; or give it more to do: consolidate jobs on fewer GPUs (MPS, MIG)"
