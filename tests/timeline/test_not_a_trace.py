@@ -68,3 +68,14 @@ def test_kernels_of_rocprofv3_are_read_whatever_the_file_is_called(tmp_path):
     rows = [f"KERNEL_DISPATCH,1,1,1,gemm_A,{i},{1000 + i * 10_000},{6000 + i * 10_000}" for i in range(10)]
     (tmp_path / "mine.csv").write_text("\n".join([head, *rows]) + "\n")
     assert len(load(tmp_path / "mine.csv").timeline.rows("kernel")) == 10
+
+
+def test_a_dispatch_with_several_counters_is_one_kernel(tmp_path):
+    """counter_collection.csv has a row for each counter: with two, every kernel was there twice."""
+    head = "Dispatch_Id,Agent_Id,Process_Id,Kernel_Name,Counter_Name,Counter_Value,Start_Timestamp,End_Timestamp"
+    rows = [
+        f"{i},Agent 1,{process},gemm,{counter},7,{1000 + i * 10_000},{6000 + i * 10_000}"
+        for i in range(10) for process in (8, 9) for counter in ("SQ_WAVES", "GRBM_COUNT")
+    ]  # fmt: skip
+    (tmp_path / "1_counter_collection.csv").write_text("\n".join([head, *rows]) + "\n")
+    assert len(load(tmp_path / "1_counter_collection.csv").timeline.rows("kernel")) == 20

@@ -37,6 +37,7 @@ COLUMNS = (b"Kernel_Name", b"Start_Timestamp", b"End_Timestamp")
 _COPIES, _CALLS, _MARKERS, _AGENTS = (
     "_memory_copy_trace.csv", "_hip_api_trace.csv", "_marker_api_trace.csv", "_agent_info.csv",
 )  # fmt: skip
+_DISPATCH = ("Process_Id", "Agent_Id", "Dispatch_Id")
 _NUMBER = re.compile(r"\d+")
 _GPU = 2  # an agent's type
 
@@ -190,6 +191,8 @@ def read_csv(path: Path) -> Timeline:
     budget, notes, builder = open_source(path), list[str](), Builder()
     stem = str(path).removesuffix(KERNELS)
     kernels = list(_read_table(path, budget, notes))
+    if kernels and "Counter_Name" in kernels[0]:  # counter_collection.csv has a row for each counter of a dispatch
+        kernels = list({tuple(row.get(c) for c in _DISPATCH): row for row in kernels}.values())
     agents = _read_agents(Path(stem + _AGENTS), kernels, notes)
     builder.meta["deviceProperties"] = [{"id": number, "name": name} for number, name in agents.values() if name]
     for row in kernels:
