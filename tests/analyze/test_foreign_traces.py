@@ -388,6 +388,19 @@ def test_all_to_all_of_nccl_is_matched_and_the_straggler_is_right():
     assert len(sent) == 6 and {m.straggler for m in sent} == {2} and all(len(m.ranks) == 4 for m in sent)
 
 
+@pytest.mark.parametrize("kernel", ["ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(x)", "ncclDevKernel_Generic(x)"])
+def test_the_operator_tells_a_collective_whose_kernel_does_not(kernel):
+    """NCCL 2.12 to 2.18 name the kernel of most collectives SendRecv, whatever they do."""
+    ran = {"nccl:all_reduce": "all_reduce", "nccl:_all_gather_base": "all_gather", "nccl:all_to_all": "all_to_all"}
+    events = []
+    for i, name in enumerate((*ran, "aten::mm"), start=1):
+        events.append(event("cpu_op", name, 100 * i, 50, pid=9, tid=9))
+        events.append(event("cuda_runtime", "cudaLaunchKernel", 100 * i + 5, 2, pid=9, tid=9, correlation=i))
+        events.append(event("kernel", kernel, 100 * i + 20, 40, device=0, stream=20, correlation=i))
+    found = [row["kind"] for row in analyze.collectives(read(*events)).rows]
+    assert found == [*ran.values(), "send_recv" if "SendRecv" in kernel else "other"]
+
+
 def test_messages_of_pairs_are_no_meeting():
     """Two ranks whose k-th messages do not overlap did not wait for each other."""
     ranks = [

@@ -27,6 +27,7 @@ from ..record import CODE, KINDS
 from . import stream_names
 from .columns import MOST_NUMBER, NONE, UNTRACED, Builder, Ints, Launch, Timeline
 from .counter_args import OURS, fractions_to_percent, may_have_counters, read_counters
+from .device_rows import name_collectives
 from .events import (
     LIMIT_NS,
     NO_WALL_CLOCK,
@@ -352,6 +353,7 @@ class RowReader:
             timeline.meta["stream_waits"] = self._syncs
         if self._side.stream_names:
             timeline.meta[stream_names.KEY] = self._side.stream_names
+        name_collectives(timeline)
         return timeline
 
 
