@@ -17,7 +17,7 @@ from tessera.attribute.table import EnergyRow
 from tessera.attribute.work import work_of
 from tessera.profile.export import Chrome
 from tessera.profile.open_recording import open_recording
-from tessera.profile.ranks.align import fit
+from tessera.profile.ranks.align import align, fit
 from tessera.profile.ranks.clocks import Offset
 from tessera.profile.ranks.collectives import meetings
 from tessera.profile.ranks.merge import merge
@@ -399,6 +399,19 @@ def test_the_operator_tells_a_collective_whose_kernel_does_not(kernel):
         events.append(event("kernel", kernel, 100 * i + 20, 40, device=0, stream=20, correlation=i))
     found = [row["kind"] for row in analyze.collectives(read(*events)).rows]
     assert found == [*ran.values(), "send_recv" if "SendRecv" in kernel else "other"]
+
+
+def test_ranks_with_other_parts_of_a_run_keep_their_clocks():
+    """Two random samples of the collectives of a run: a shift fits the names, and no shift the times."""
+    at = [(0, 40, 55, 120, 190, 260), (0, 12, 130, 150, 171, 300)]
+    names = [("AllReduce", "AllGather", "AllReduce", "AllReduce", "AllGather", "AllReduce"),
+             ("AllReduce", "AllReduce", "AllGather", "AllReduce", "AllReduce", "AllGather")]  # fmt: skip
+    ranks = [
+        read(*(event("kernel", f"ncclDevKernel_{name}_RING_LL(x)", 1000.0 * ms, 500, device=0, stream=20)
+               for ms, name in zip(at[r], names[r], strict=True)))
+        for r in range(2)
+    ]  # fmt: skip
+    assert align(ranks)[1].error_ns is None and align(ranks)[1].offset_ns == 0
 
 
 def test_messages_of_pairs_are_no_meeting():

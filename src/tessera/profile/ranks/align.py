@@ -29,6 +29,8 @@ Z90 = 1.645
 MIN_MATCHED = 3
 # Two shifted sequences must share at least this part of the shorter one.
 MIN_SHARED = 0.5
+MOST_SCATTER_NS = 1_000_000
+"""Ends of the same kernels scatter by microseconds: if no shift is better than this, the traces have different ones."""
 _PROBE = 64  # collectives that are compared first
 _CLOSELY = 4096  # collectives that decide how well a shift fits
 
@@ -122,6 +124,8 @@ def line_up(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = N
     # times that of ends. On a busy machine ends scatter as much as steps, and then only chance tells shifts apart.
     if len(a.what) == len(b.what) and any(s == 0 and spread <= 4.0 * best + END_BIAS_NS for spread, _, s in fits):
         return 0, 1
+    if best > MOST_SCATTER_NS and not (a.on_host or b.on_host):
+        return None
     # These fit as well as the best one, within the usual scatter of ends: take the one with the nearest clocks.
     alike = [f for f in fits if f[0] <= 2.0 * best + END_BIAS_NS]
     return min(alike, key=lambda f: f[1])[2], len(alike)
