@@ -414,6 +414,17 @@ def test_ranks_with_other_parts_of_a_run_keep_their_clocks():
     assert align(ranks)[1].error_ns is None and align(ranks)[1].offset_ns == 0
 
 
+def test_merged_traces_without_power_say_that_they_take_a_log(tmp_path):
+    """They said that no sensor could be read in this run, which had none."""
+    for rank in range(2):
+        at = {"baseTimeNanoseconds": BASE_NS, "distributedInfo": {"rank": rank, "world_size": 2}}
+        kernel = event("kernel", "gemm", 1000, 500, device=rank, stream=7)
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(at | {"traceEvents": [kernel]}))
+    merge(tmp_path).write(tmp_path / "merged.tessera").close()
+    missing = analyze.kernels(tmp_path / "merged.tessera").missing["energy"]
+    assert "has no power" in missing and "--power power.csv" in missing
+
+
 def test_messages_of_pairs_are_no_meeting():
     """Two ranks whose k-th messages do not overlap did not wait for each other."""
     ranks = [

@@ -89,7 +89,7 @@ def count_launches(timeline: Timeline) -> int:
 def explain_no_power(recording: Recording) -> str:
     """Return what to do about a recording without power."""
     if recording.facts.kind == "run":
-        return "no power sensor could be read in this run: `tessera doctor` shows why"
+        return "this run has no power: `tessera doctor` lists the sensors; or --power power.csv, a log of the same time"
     return 'this trace has no power log: give one of the same time with power="power.csv", or --power power.csv'
 
 
