@@ -158,6 +158,14 @@ def test_kernels_of_a_gpu_get_no_power_of_the_host(tmp_path, domain):
     assert f"kernels ran on gpu0, and the power is that of {domain}" in str(refused.value.why)
 
 
+def test_a_log_that_ends_before_its_sensor_shows_the_trace_says_how_late_it_is(tmp_path):
+    """power.draw is a mean over 1 s: samples in the first half second of a trace are of the time before it."""
+    log = smi(tmp_path / "p.csv", "power.draw", [(0.1 * i - 2, 0, "300.00 W") for i in range(25)])
+    with pytest.raises(MeasurementError) as refused:
+        load(write_trace(tmp_path / "t.json"), power=log).energy()
+    assert "0.55 s late" in str(refused.value.why)
+
+
 def test_a_run_with_power_of_its_own_takes_no_log(tmp_path):
     run = tmp_path / "r.tessera"
     synthetic_run.make(2).write(run).close()

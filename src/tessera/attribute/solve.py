@@ -87,8 +87,10 @@ def attribute(
                     "has no joules"
                 )
     if not parts:
+        late_s = max((c.domain.lag_s for c in power.columns.values()), default=0.0)
         raise MeasurementError(
-            "no joules can be attributed", why="no power sample lies within the trace",
+            "no joules can be attributed",
+            why=f"no power sample above 0 W lies within the trace (its sensor shows power {late_s:.2g} s late)",
             fix="record power with the trace: tessera run, or --power with a log of the same time",
         )  # fmt: skip
     spent = table(timeline, links, parts, windows, notes, is_cut=is_cut)
