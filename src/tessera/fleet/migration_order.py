@@ -112,7 +112,6 @@ class OrderWatch:
         self._sources, self._signals, self._poll_s = sources, signals, poll_s
         self._ended = threading.Event()
         self._order: OrderKind | None = None
-        self._thread: threading.Thread | None = None
 
     @property
     def order(self) -> OrderKind | None:
@@ -132,9 +131,10 @@ class OrderWatch:
                     old = signal.signal(number, lambda *_: self.request("signal"))
                     stack.callback(signal.signal, number, old)
             if self._sources:
-                self._thread = threading.Thread(target=self._ask, name="tessera-orders", daemon=True)
-                self._thread.start()
-                stack.callback(self._stop)
+                thread = threading.Thread(target=self._ask, name="tessera-orders", daemon=True)
+                thread.start()
+                stack.callback(thread.join)
+                stack.callback(self._ended.set)  # before the join: callbacks run in reverse order
             yield
 
     def _ask(self) -> None:
@@ -149,8 +149,3 @@ class OrderWatch:
                     self.request(kind)
             if self._ended.wait(self._poll_s):
                 return
-
-    def _stop(self) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
