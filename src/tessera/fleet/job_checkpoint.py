@@ -193,7 +193,6 @@ class JobCheckpoint:
         return packed.getvalue()
 
     def _unpack_own(self, path: Path, manifest: Manifest) -> None:
-        is_same = manifest.ranks == self.ranks
         # A rank that did not exist before takes rank 0's schedules, and its own random numbers.
         source = self.rank if self.rank < manifest.ranks else 0
         try:
@@ -212,7 +211,7 @@ class JobCheckpoint:
                     fix="give the same states as the run that wrote it",
                 )
             state.load_state_dict(own["states"][name])
-        if not is_same and self.rank >= manifest.ranks:
+        if self.rank >= manifest.ranks:
             seed = (manifest.seed * 1_000_003 + manifest.step * 8191 + self.rank) % 2**32
             random.seed(seed)
             np.random.seed(seed)
