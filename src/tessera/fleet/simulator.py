@@ -231,7 +231,7 @@ class Run:
             lost_share=1.0 - work_s / ran_s if ran_s > 0 else None,
             energy_j=energy_j,
             ballast_j=float(np.sum(ballast[chosen])),
-            mean_w=energy_j / (len(self.feed_w) and self.scenario.duration_s),
+            mean_w=energy_j / self.scenario.duration_s,
             asked_w=None if governors is None else governors.asked_w(number),
             granted_w=None if governors is None or ran_s <= 0 else float(governors.granted_j[number]) / ran_s,
             steady_lost_share=1.0 - (work_s - risen_work_s) / steady_s if steady_s > 0 else None,
