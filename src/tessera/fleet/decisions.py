@@ -28,7 +28,6 @@ class Decisions:
         """When each job's soft start was over, its work done and the joules it was granted by then."""
         self._asked: set[int] = set()
         self._work_s: dict[int, float] = {}
-        self._begun_s: dict[int, float] = {}
         self._begun_place: dict[int, NDArray[np.float64]] = {}
         self._offset_s = np.zeros(len(engine.job))
         self._applied: set[int] = set()
@@ -50,7 +49,7 @@ class Decisions:
             gpus=len(tree.gpus),
             racks=len(tree.racks),
             rows=len(tree.rows),
-            racks_of_rows=np.full(len(tree.rows), float(engine.facility.row_racks)),
+            racks_of_row=engine.facility.row_racks,
         )
         self.events = [(self.jobs[n].start_s, "no node may take the job", self.jobs[n].name) for n in engine.unplaced]
 
@@ -150,7 +149,6 @@ class Decisions:
         shaper = self.scenario.policies.power_shaper
         floor_w = max(shaper.power_floor_w or 0.0 if shaper else 0.0, engine.facility.gpu.smooth_floor_w)
         engine.arrays.gpus.floor_w[chosen] = floor_w
-        self._begun_s[number] = job.at_s
         self._begun_place[number] = engine.arrays.gpus.place_s[chosen].astype(float)
         self._iteration[number] = 0
         self.events.append((now_s, "job started", job.name))
@@ -206,7 +204,7 @@ class Decisions:
         delay = gpus.delay_s[chosen]
         place = np.where(place >= 0, place, np.minimum(0.0, place + delay))
         if job.is_synchronous:
-            return float(groups.iterations[number]) * job.period_s + float(place.min()) - self._begun_s[number]
+            return float(groups.iterations[number]) * job.period_s + float(place.min()) - job.at_s
         weights = self.engine.tree.gpus.instances[chosen]
         done = gpus.work_s[chosen] + place - self._begun_place[number]
         return float(np.dot(done, weights) / np.sum(weights))

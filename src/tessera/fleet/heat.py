@@ -67,15 +67,13 @@ class AisleHeat:
 class HeatState:
     """Temperatures over time: of GPUs, the inlets of racks, the air of rows."""
 
-    def __init__(
-        self, gpu: GpuHeat, aisle: AisleHeat, *, gpus: int, racks: int, rows: int, racks_of_rows: Floats
-    ) -> None:
+    def __init__(self, gpu: GpuHeat, aisle: AisleHeat, *, gpus: int, racks: int, rows: int, racks_of_row: int) -> None:
         self.gpu, self.aisle = gpu, aisle
         self.supply_c = np.full(rows, aisle.supply_c)
         self.inlet_c = np.full(racks, aisle.supply_c)
         self.gpu_c = np.full(gpus, aisle.supply_c, dtype=np.float32)
         self.clock = np.ones(gpus, dtype=np.float32)
-        self._racks_of_rows = racks_of_rows
+        self._racks_of_row = racks_of_row
         self.is_slow = self.is_changing = False
 
     def advance(
@@ -92,7 +90,7 @@ class HeatState:
         """Make one step: mean watts of GPUs, loads of racks, watts of rows, and the remaining share of cooling."""
         a, g = self.aisle, self.gpu
         excess_w = row_w * (1.0 - cooling) if a.cooling_w is None else row_w - a.cooling_w * cooling
-        warming = excess_w / (a.heat_capacity_j_per_c * self._racks_of_rows)
+        warming = excess_w / (a.heat_capacity_j_per_c * self._racks_of_row)
         self.supply_c = np.clip(self.supply_c + step_s * warming, a.supply_c, a.highest_c)
         back = a.recirculation / (1.0 - a.recirculation)
         self.inlet_c = self.supply_c[row_of_rack] + back * a.rise_c * rack_load
