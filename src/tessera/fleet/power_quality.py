@@ -137,7 +137,7 @@ def find_ramps_within(watts: Floats, step_s: float) -> tuple[float, float]:
     highest_before, lowest_before = _slide(watts, count, np.maximum), _slide(watts, count, np.minimum)
     up = float(np.max(watts - lowest_before))
     down = float(np.max(highest_before - watts))
-    return max(0.0, up) / (count * step_s), max(0.0, down) / (count * step_s)
+    return up / (count * step_s), down / (count * step_s)
 
 
 def _slide(watts: Floats, count: int, pick: np.ufunc) -> Floats:
