@@ -15,9 +15,18 @@ from ...clock import boot_id, read_boot_clock
 from ...errors import GovernorError, GovernorRefusal
 from ...units import format_power
 from ..budget import Budget
-from ..leases import BudgetPolicy, BudgetStatus, CapGrant, Emergency, GovernedNode, JobLease, JobStatus, NodeStatus
-from ..leases import EndedEmergency as EndedEmergency
-from ..leases import PowerRequest as PowerRequest
+from ..leases import (
+    BudgetPolicy,
+    BudgetStatus,
+    CapGrant,
+    Emergency,
+    EndedEmergency,
+    GovernedNode,
+    JobLease,
+    JobStatus,
+    NodeStatus,
+    PowerRequest,
+)
 from .journal import GovernorJournal
 from .store import ENDED, LeaseStore, Row, encode_row
 
