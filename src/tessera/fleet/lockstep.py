@@ -26,10 +26,8 @@ _POINTS = 2048
 _LEAST_PERIODS, _MOST_POINTS = 8, 2**17
 _SHORTEST_S = 1e-3
 _FEWEST_STEPS, _MOST_STEPS = 32, 512  # steps of the simulator's engine, in one period under a cap
-_SETTLE_S, _LEAST_GAIN = (
-    5 * LIMIT_S,
-    0.1,
-)  # seconds until a capped wave repeats; the least clock, because a clock of 0 would never end a step
+_SETTLE_S = 5 * LIMIT_S  # until a capped wave repeats
+_LEAST_GAIN = 0.1  # the least clock, because a clock of 0 would never end a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

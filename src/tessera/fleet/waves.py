@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ..schema import EnergyReport
 
 _FINE_S, _LEAST, _MOST = 1e-3, 16, 65536
-_GRID_S = 0.005  # seconds, for a recording's power: a step of the simulation
 """Length of a cell where the period allows it, and how many cells a wave has."""
+_GRID_S = 0.005  # seconds, for a recording's power: a step of the simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
