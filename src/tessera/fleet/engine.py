@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, MissingExtra
+from ..errors import MissingExtra, check_choice
 from .arrays import (
     SPEEDS,
     BlockResult,
@@ -296,8 +296,7 @@ def choose_engine(
     name: str, classes: int, steps: int
 ) -> tuple[Callable[[FleetArrays, int, StepSettings], BlockResult], str]:
     """Return the engine of a name. "auto": numba's, if installed and worth the seconds that compiling takes."""
-    if name not in ENGINES:
-        raise ArgumentError(f"no engine {name!r}", fix=f"one of: {', '.join(ENGINES)}")
+    check_choice("engine", name, ENGINES)
     from .step_numpy import advance_block
 
     numpy_s = steps * (_NUMPY_STEP_S + classes * _NUMPY_CLASS_S)
