@@ -148,6 +148,13 @@ def test_a_policys_cap_and_floor_become_those_of_the_schedule() -> None:
     assert own.cap is not None and own.cap.power_w == 700.0 and own.floor_w == 90.0
 
 
+def test_a_floor_of_0_w_in_a_policy_is_none() -> None:
+    made = shaper({"power_shaper": {"power_floor": "0W", "jitter_ms": [0, 1]}})
+    with made:
+        made.step()
+    assert tessera.schedule(shaper=made).options.floor_w is None
+
+
 # -- validation -----------------------------------------------------------------------------------------------------
 
 

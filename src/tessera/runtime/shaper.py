@@ -1,8 +1,12 @@
 """The shaper of a running job: it waits at steps and microbatches as a policy says.
 
->>> with tessera.fleet.shaper("policy.yaml", mesh=mesh) as shaper: ...     for batch in loader: ...
-shaper.step() ...         for part in batch.chunk(4): ...             shaper.microbatch() ...             loss =
-train_on(part) >>> print(shaper.report())
+>>> with tessera.fleet.shaper("policy.yaml", mesh=mesh) as shaper:
+...     for batch in loader:
+...         shaper.step()
+...         for part in batch.chunk(4):
+...             shaper.microbatch()
+...             loss = train_on(part)
+>>> print(shaper.report())
 
 Groups of a synchronous job wait for each other, so a rank's offset is a wait in every step, and must be small (`LOSS`
 of a step). Independent groups keep their offsets on a shared clock, and each group waits only when it is early.
@@ -161,16 +165,11 @@ class JobShaper:
     # -- as a context ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        policy = self.policy
-        with contextlib.ExitStack() as stack:
-            if policy.node_cap_w is not None or policy.power_floor_w is not None or policy.max_ramp_w_per_s is not None:
-                from .schedule import schedule
+        limits = _list_limits(self.policy)
+        if limits:
+            from .schedule import schedule
 
-                cap = None if policy.node_cap_w is None else f"node:{policy.node_cap_w:.6g}W"
-                stack.enter_context(
-                    schedule(power_cap=cap, power_floor=policy.power_floor_w, max_ramp=policy.max_ramp_w_per_s)
-                )
-            self._stack = stack.pop_all()
+            self._stack.enter_context(schedule(**limits))
         return self
 
     def __exit__(
@@ -350,16 +349,17 @@ def find_place(mesh: Any = None) -> tuple[GroupPlace, Any]:
     )
 
 
+def _list_limits(policy: PowerShaper) -> dict[str, Any]:
+    """Return a policy's cap, floor and ramp as options of `schedule`; a floor of 0 W is none."""
+    cap = None if policy.node_cap_w is None else f"node:{policy.node_cap_w:.6g}W"
+    limits = {"power_cap": cap, "power_floor": policy.power_floor_w, "max_ramp": policy.max_ramp_w_per_s}
+    return {name: value for name, value in limits.items() if value}
+
+
 def take_limits(options: ScheduleOptions) -> tuple[JobShaper, ScheduleOptions]:
     """Return the shaper of a schedule, and the schedule's options with the policy's limits that they do not state."""
     made = options.shaper if isinstance(options.shaper, JobShaper) else shaper(options.shaper)
-    policy = made.policy
-    limits: dict[str, Any] = {}
-    if options.power_cap is None and policy.node_cap_w is not None:
-        limits["power_cap"] = f"node:{policy.node_cap_w:.6g}W"
-    for name, value in (("power_floor", policy.power_floor_w), ("max_ramp", policy.max_ramp_w_per_s)):
-        if getattr(options, name) is None and value:
-            limits[name] = value
+    limits = {name: value for name, value in _list_limits(made.policy).items() if getattr(options, name) is None}
     return made, replace(options, shaper=made, **limits)
 
 
