@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import TesseraError
-from ...monitor import Monitor
 from ...monitor.core import default
 from ...monitor.iteration import measure_iteration
 from ...rewrite.state import State
@@ -41,7 +40,6 @@ class TrialBench:
     own: Mapping[str, Any]
     tolerance: float | None = None
     trial_s: float = 0.6
-    monitor: Monitor | None = None
     work: Callable[[Setting], float] = lambda setting: 1.0
     reference: Reference | None = None
     others: OtherInputs | None = None
@@ -102,7 +100,7 @@ class TrialBench:
         if compiles and self.others is not None and self.others.find_events(call):
             again = functools.partial(self.others.pass_next, call)
         prepared_s, work = time.monotonic() - begun, self.work(setting)
-        figures = measure_iteration(again, 4 * self.trial_s, monitor=self.monitor, modelled=True)
+        figures = measure_iteration(again, 4 * self.trial_s, modelled=True)
         joules = figures.energy_j
         return TuningTrial(
             setting=dict(setting),
@@ -118,7 +116,7 @@ class TrialBench:
         )
 
     def _read_temperature(self) -> float | None:
-        telemetry = (self.monitor or default()).sampler.telemetry.values()
+        telemetry = default().sampler.telemetry.values()
         last = [t[-1].temperature_c for t in telemetry if len(t) and t[-1].temperature_c is not None]
         return max(last, default=None)
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from ...errors import ScheduleError
-from ...monitor import EnergyScope, Monitor, default
+from ...monitor import EnergyScope, default
 from ...monitor.iteration import has_sensor
 from ...rewrite.call_clock import HostClock, StreamClock
 from ...rewrite.notice import announce_if_long
@@ -55,13 +55,10 @@ Progress = Callable[[int, int, TuningTrial], None]
 class TunedFunction:
     """The function under its plan; `plan()` is what was chosen."""
 
-    def __init__(
-        self, fn: Call, options: ScheduleOptions, progress: Progress | None = None, monitor: Monitor | None = None
-    ) -> None:
+    def __init__(self, fn: Call, options: ScheduleOptions, progress: Progress | None = None) -> None:
         self._fn = fn
         self._options = options
         self._progress = progress
-        self._monitor = monitor
         self._plan: Plan | None = None
         self._parts: FunctionParts | None = None
         self._stack = ExitStack()
@@ -153,7 +150,7 @@ class TunedFunction:
         # On a terminal each trial is shown; elsewhere one line says why this call takes long.
         shown = self._progress is not None or sys.stderr.isatty()
         notice = f"tuning {name} for {options.policy}: this call takes {format_duration(options.budget_s)} at most"
-        scope = EnergyScope("tessera.tune", monitor=self._monitor)
+        scope = EnergyScope("tessera.tune")
         with scope, announce_if_long(None if shown else notice):
             bench = self._make_bench(parts, args, kwargs)
             try:
@@ -201,7 +198,6 @@ class TunedFunction:
             own=self._options.search,
             tolerance=self._options.error_tolerance,
             trial_s=min(TRIAL_S, _TRIAL_SHARE * self._options.budget_s),
-            monitor=self._monitor,
             work=self._amount_of_work,
         )
 
@@ -260,7 +256,7 @@ class TunedFunction:
             functools.partial(find_best_in_goal, make_goal(self._options)),
             lambda report: self._settle(report, settings),
             clock=StreamClock(2 * MOST_CALLS) if cuda else HostClock(),
-            monitor=(self._monitor or default()) if cuda and has_sensor() else None,
+            monitor=default() if cuda and has_sensor() else None,
             inputs=inputs,
             # entering a setting moves weights, and captures its graph again, so there are few rounds
             rounds=ROUNDS // 2,
