@@ -20,6 +20,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from .plan import Setting, TuningTrial, Value, is_same
 
 ROUNDS = 3
@@ -155,8 +157,6 @@ def search(
         if math.isfinite(before_s) and not trial.refused:
             measuring_s.append(max(before_s - seconds_left() - trial.prepared_s, 0.0))
         if trials and not trial.refused and (why := goal.violation(trial, trials[0])):
-            import msgspec
-
             trial = msgspec.structs.replace(trial, refused=why)
         trials.append(trial)
         if progress:
@@ -210,8 +210,6 @@ def _confirm_best(
 
 def _join_trials(one: TuningTrial, other: TuningTrial) -> TuningTrial:
     """Return the mean of two trials of a setting; how far they differ is in its error."""
-    import msgspec
-
     if other.refused:
         return msgspec.structs.replace(one, refused=other.refused) if one.setting else one
     if not (one.time_s and other.time_s):
