@@ -178,7 +178,7 @@ def _fuse_optimizer(call: Call, parts: FunctionParts, setting: Setting) -> Itera
 
 
 def move_steps(optimizer: Any, *, to_device: bool) -> bool:
-    """Move step counts to the host again, because torch would wait for each, unless the optimizer needs them there."""
+    """Move an optimizer's step counts to the device of their parameters, or to the host; return whether any moved."""
     import torch
 
     moved = False
