@@ -15,6 +15,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from ...rewrite import cudagraph
 from ...rewrite.state import State
 from .changes import move_steps, move_steps_back
@@ -33,11 +36,8 @@ class GraphedFunction:
     """
 
     def __init__(self, call: Callable[..., Any], parts: FunctionParts) -> None:
-        import torch
-
         if not torch.cuda.is_available():
             raise NotApplicable("CUDA graphs need a CUDA device")
-        self._torch = torch
         self._call = call
         self._parts = parts
         self._optimizers = CapturableOptimizers(parts)
@@ -48,21 +48,21 @@ class GraphedFunction:
             return self._call(*args, **kwargs)
         if self._optimizers.update_rates():
             self._graphs.clear()
-        leaves, spec = self._torch.utils._pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         key = (spec, tuple(map(cudagraph.make_key, leaves)), self._optimizers.settings())
         entry = self._graphs.get(key)
         if entry is None:
             entry = self._graphs[key] = self._capture(leaves, spec)
         graph, static, result = entry
         for own, leaf in zip(static, leaves, strict=True):
-            if self._torch.is_tensor(own) and own.data_ptr() != leaf.data_ptr():
+            if torch.is_tensor(own) and own.data_ptr() != leaf.data_ptr():
                 own.copy_(leaf, non_blocking=True)
         graph.replay()
         return result
 
     def _capture(self, leaves: list[Any], spec: Any) -> tuple[Any, list[Any], Any]:
         static = [self._make_static(leaf) for leaf in leaves]
-        args, kwargs = self._torch.utils._pytree.tree_unflatten(static, spec)
+        args, kwargs = pytree.tree_unflatten(static, spec)
         call = functools.partial(self._call, *args, **kwargs)
         with self._optimizers.prepare():
             state, before = State(self._parts), (self._optimizers.settings(), self._optimizers.rates())
@@ -81,7 +81,7 @@ class GraphedFunction:
     @contextlib.contextmanager
     def _preserve_versions(self) -> Iterator[None]:
         """Hide changes that are undone. If they were seen, each replay would make copies of weights again."""
-        preserve = self._torch.autograd._unsafe_preserve_version_counter
+        preserve = torch.autograd._unsafe_preserve_version_counter
         with contextlib.ExitStack() as stack:
             for tensor in self._parts.weights():
                 if not tensor.is_inference():
@@ -98,7 +98,7 @@ class GraphedFunction:
             raise NotApplicable(f"it cannot be captured: {(str(first).splitlines() or ['no message'])[0]}") from exc
 
     def _make_static(self, leaf: Any) -> Any:
-        if not self._torch.is_tensor(leaf):
+        if not torch.is_tensor(leaf):
             return leaf
         if not leaf.is_cuda:
             raise NotApplicable("an argument is a tensor in host memory, which a graph would read only once")
@@ -157,8 +157,6 @@ class CapturableOptimizers:
         return [g["lr"] if isinstance(g.get("lr"), (int, float)) else None for g in self._groups]
 
     def _put_on_device(self, group: Any) -> Any:
-        import torch
-
         if not isinstance(group["lr"], (int, float)):
             return None
         return torch.tensor(float(group["lr"]), dtype=torch.float32, device=group["params"][0].device)
