@@ -43,14 +43,12 @@ class PowerCurve:
     spent: NDArray[np.float64]
 
 
-def sum_windows(
-    curves: Sequence[PowerCurve], start_s: float, end_s: float, window_s: float = WINDOW_S
-) -> NDArray[np.float64]:
+def sum_windows(curves: Sequence[PowerCurve], start_s: float, end_s: float) -> NDArray[np.float64]:
     """Return the mean rate of all curves together in each window between two times."""
-    edges = np.arange(start_s, end_s, window_s)
+    edges = np.arange(start_s, end_s, WINDOW_S)
     if len(edges) < 2:
         return np.empty(0)
-    return np.asarray(sum(np.diff(np.interp(edges, c.times_s, c.spent)) for c in curves)) / window_s
+    return np.asarray(sum(np.diff(np.interp(edges, c.times_s, c.spent)) for c in curves)) / WINDOW_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +96,18 @@ class ShaperValidation:
     def _step_s(self, shaped: bool) -> float:
         return median(b.step_s for b in self.blocks if b.shaped is shaped)
 
+    def _sum_up(self, *, shaped: bool) -> dict[str, float]:
+        return {name: self._mean(name, shaped) for name in _FIGURES} | {"step_s": self._step_s(shaped)}
+
     @property
     def off(self) -> dict[str, float]:
         """Return the means over the blocks without the shaper; for the step's time, the median."""
-        return {name: self._mean(name, False) for name in _FIGURES} | {"step_s": self._step_s(False)}
+        return self._sum_up(shaped=False)
 
     @property
     def on(self) -> dict[str, float]:
         """Return the means over the blocks with the shaper; for the step's time, the median."""
-        return {name: self._mean(name, True) for name in _FIGURES} | {"step_s": self._step_s(True)}
+        return self._sum_up(shaped=True)
 
     @property
     def spikes_down(self) -> bool:
