@@ -80,6 +80,16 @@ def test_two_axes(four, settings):
     check(four, "grouped" if "pp" in settings else "fused", {"tied": True}, **settings)
 
 
+def read_timeout_of_ends(rank: int) -> float:
+    parallel = apply_layout(make_gpt(tied=True), Layout(pp=2, microbatches=2))
+    return parallel._ends_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_a_tied_embedding_is_summed_with_the_timeout_of_the_job():
+    with GlooRanks(2, timeout_s=77.0) as ranks:
+        assert ranks.run(read_timeout_of_ends) == [77.0, 77.0]
+
+
 def compare_steps(rank: int, settings: dict[str, Any]) -> list[float]:
     parallel = apply_layout(make_gpt(tied=True), Layout(**settings))
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=0.01)

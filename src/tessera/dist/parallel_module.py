@@ -24,6 +24,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .overlap import overlap_gradients
 from .pipeline_stages import Batch, StackTracer, StagePart, make_stage_forward
+from .reduction import make_group
 from .tensor_parallel import ModuleSplit, SplitLinear
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -227,16 +228,11 @@ class ParallelModule:
                 bucket = []
 
     def _connect_ends(self) -> Any:
-        """Return the group of the first and the last stage, which both hold a tied embedding.
-
-        All ranks make all groups.
-        """
-        mine = None
-        for ranks in self.mesh.groups("pp"):
-            ends = c10d.new_group([ranks[0], ranks[-1]])
-            if c10d.get_rank() in (ranks[0], ranks[-1]):
-                mine = ends
-        return mine
+        """Return the group of the first and the last stage, which both hold a tied embedding."""
+        rank = c10d.get_rank()
+        ranks = next(group for group in self.mesh.groups("pp") if rank in group)
+        ends = [ranks[0], ranks[-1]]
+        return make_group(ends, like=None) if rank in ends else None
 
     def _sum_over_ends(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
