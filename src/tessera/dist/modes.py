@@ -125,9 +125,9 @@ def dry(ranks: int, *, rank: int = 0) -> Iterator[CountedCollectives]:
 
 @contextlib.contextmanager
 def simulate(ranks: int) -> Iterator[None]:
-    """Act as one rank of a fake process group of any size: shapes and bytes are exact, no memory is taken.
+    """Act as all ranks of a process group at once, in this process: collectives compute, for tests of small meshes.
 
-    Tensors made inside have shapes but no values (torch's fake tensors); collectives are counted and move nothing.
+    A tensor made inside has the values of every rank (torch's `LocalTensor`).
     """
     from torch.distributed._local_tensor import LocalTensorMode
 
