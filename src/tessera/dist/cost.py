@@ -16,7 +16,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..hardware import lookup
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ALGORITHMS = ("ring", "tree", "two_step", "hierarchical")
+_HALVES = ("reduce_scatter", "all_gather")
 # 90% of single timings are within these relative errors: ERROR_FITTED for sizes kept out of the fit, ERROR_OTHER for an
 # NVLink system kept out of it (benchmarks/results/fit_collectives.json).
 ERROR_FITTED, ERROR_OTHER = 0.20, 0.45
@@ -111,7 +112,7 @@ def collective_cost(
     if nodes == 1:
         time_s = team.inside_s(kind, nbytes, ranks)
         if algorithm in ("two_step", "hierarchical") and kind == "all_reduce":
-            time_s = sum(team.inside_s(half, nbytes, ranks) for half in ("reduce_scatter", "all_gather"))
+            time_s = sum(team.inside_s(half, nbytes, ranks) for half in _HALVES)
         chosen, leaves = algorithm or "ring", 0.0
     else:
         rate = network_bytes_per_s or card_bytes_per_s(device)
@@ -180,33 +181,30 @@ class _Team:
         return latency_s + per_byte_s * nbytes + ramp * math.sqrt(latency_s * per_byte_s * nbytes)
 
     def times_between(self, card: float, hop_s: float) -> dict[str, tuple[float, float]]:
-        """Return the bytes that each rank sends per byte of the whole buffer, by the most frugal algorithm."""
+        """Return, by algorithm, the seconds over several nodes and the bytes of a rank that leave its node."""
         kind, nbytes, nodes = self.kind, self.nbytes, self.nodes
         here = -(-self.ranks // nodes)  # ranks of a node
         inside = self.inside_s(kind, nbytes, here)
         start = self.inside_s(kind, 0.0, here)
         turns = 2 if kind == "all_reduce" else 1
-        both = {}
+        found = {}
         # All cards of a node share the bytes of the rings that cross it; a ring visits every rank.
         leaves = nbytes * sent_share(kind, self.ranks) / here
         hops = turns * ((self.ranks - nodes) * _LINK_HOP_S + (nodes - 1) * hop_s)
         if kind == "all_to_all":  # every rank sends to all others at once, each from a buffer of its own
             leaves, hops = nbytes * sent_share(kind, nodes), hop_s * math.log2(2 * nodes)
-        both["ring"] = (_join(start, hops, leaves / card, inside - start), leaves)
+        found["ring"] = (_join(start, hops, leaves / card, inside - start), leaves)
         if kind == "all_reduce":
             leaves = nbytes * sent_share(kind, nodes) / here
-            hops = 2.0 * hop_s * math.log2(nodes) if nodes > 1 else 0.0
-            both["tree"] = (_join(start, hops, leaves / card, inside - start), leaves)
+            hops = 2.0 * hop_s * math.log2(nodes)
+            found["tree"] = (_join(start, hops, leaves / card, inside - start), leaves)
             # Scatter inside a node; every rank reduces its part with its peers of other nodes; gather inside.
             across = _join(0.0, 2.0 * (nodes - 1) * hop_s, leaves / card, 0.0)
-            halves = sum(self.inside_s(half, nbytes, here) for half in ("reduce_scatter", "all_gather"))
-            both["hierarchical"] = (halves + across, leaves)
-            steps = [
-                _Team(half, nbytes, self.ranks, nodes, self.path, self.system, self.link).times_between(card, hop_s)
-                for half in ("reduce_scatter", "all_gather")
-            ]
-            both["two_step"] = (sum(s["ring"][0] for s in steps), sum(s["ring"][1] for s in steps))
-        return both
+            halves = sum(self.inside_s(half, nbytes, here) for half in _HALVES)
+            found["hierarchical"] = (halves + across, leaves)
+            steps = [replace(self, kind=half).times_between(card, hop_s)["ring"] for half in _HALVES]
+            found["two_step"] = (sum(seconds for seconds, _ in steps), sum(leaving for _, leaving in steps))
+        return found
 
 
 def _join(start_s: float, hops_s: float, network_s: float, inside_s: float) -> float:
