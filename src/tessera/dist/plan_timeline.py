@@ -95,12 +95,8 @@ def order_work(stage: int, stages: int, chunks: int, microbatches: int) -> list[
         chunk = inside // stages
         return chunks - 1 - chunk if back else chunk, turn * stages + k % stages
 
-    if chunks == 1:
-        ahead: list[_Work] = [("forward", stage, 0, k) for k in range(total)]
-        back: list[_Work] = [("backward", stage, 0, k) for k in range(total)]
-    else:
-        ahead = [("forward", stage, *place(k, back=False)) for k in range(total)]
-        back = [("backward", stage, *place(k, back=True)) for k in range(total)]
+    ahead: list[_Work] = [("forward", stage, *place(k, back=False)) for k in range(total)]
+    back: list[_Work] = [("backward", stage, *place(k, back=True)) for k in range(total)]
     steady = [work for pair in zip(ahead[warm:], back, strict=False) for work in pair]
     return [*ahead[:warm], *steady, *back[total - warm :]]
 
