@@ -6,7 +6,7 @@ those of one member of a class; `copies` says how many of them are in one of its
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,11 +138,12 @@ class BlockResult(NamedTuple):
     trips: NDArray[np.int64]
 
 
-def make_breakers(parent: Any, copies: Any, *, size: int) -> BreakerArrays:
+def make_breakers(parent: I32, copies: F64) -> BreakerArrays:
     """Return breakers that never open."""
+    size = len(parent)
     return BreakerArrays(
-        parent=np.asarray(parent, dtype=np.int32),
-        copies=np.asarray(copies, dtype=np.float64),
+        parent=parent,
+        copies=copies,
         rating_w=np.full(size, np.inf),
         hold=np.ones(size),
         follow=np.zeros(size),

@@ -88,7 +88,7 @@ class FleetEngine:
         facility: Facility,
         ranks: RankTable,
         waves: Sequence[Wave],
-        job_names: Sequence[str],
+        jobs: int,
         *,
         distinct: bool = False,
         marks: dict[str, dict[int, object]] | None = None,
@@ -106,7 +106,6 @@ class FleetEngine:
         first = self.tree.gpus.first
         self.job, self.wave = ranks.job[first], ranks.wave[first]
         self.replica, self.unit = ranks.replica[first], ranks.unit[first]
-        self.job_names = list(job_names)
         self.unplaced = ranks.unplaced
         self.step_s = facility.step_s
         self.cap_w = facility.gpu.limit_w
@@ -115,21 +114,21 @@ class FleetEngine:
         self._bases: list[int] = []
         self._was_limited = False
         self._gains, self._speeds = facility.gpu.tabulate_speed(SPEEDS)
-        self.arrays = self._make_arrays()
+        self.arrays = self._make_arrays(jobs)
         self.is_shaped = False  # whether floors or ramps are set: otherwise they need not be looked at
         self._highest_w = max((wave.peak_w for wave in self.waves), default=0.0)
 
     # -- building -----------------------------------------------------------------------------------------------
 
-    def _make_arrays(self) -> FleetArrays:
+    def _make_arrays(self, jobs: int) -> FleetArrays:
         facility, tree = self.facility, self.tree
         gpus, nodes = len(tree.gpus), len(tree.nodes)
 
         def fill(value: float) -> NDArray[np.float32]:
             return np.full(gpus, value, dtype=np.float32)
 
-        racks = make_breakers(tree.racks.parent, tree.racks.count, size=len(tree.racks))
-        rows = make_breakers(tree.rows.parent, tree.rows.count, size=len(tree.rows))
+        racks = make_breakers(tree.racks.parent, tree.racks.count)
+        rows = make_breakers(tree.rows.parent, tree.rows.count)
         for number, first in enumerate(tree.racks.first.tolist()):
             _set_breaker(racks, number, facility.find_breaker(first), facility.step_s)
         _set_breaker(rows, slice(None), facility.row_breaker, facility.step_s)
@@ -172,9 +171,9 @@ class FleetEngine:
             racks=racks,
             rows=rows,
             groups=GroupArrays(
-                sync_s=np.full(len(self.job_names), np.nan),  # no rank waits: no place is beyond NaN
-                lowest_s=np.zeros(len(self.job_names)),
-                iterations=np.zeros(len(self.job_names), dtype=np.int64),
+                sync_s=np.full(jobs, np.nan),  # no rank waits: no place is beyond NaN
+                lowest_s=np.zeros(jobs),
+                iterations=np.zeros(jobs, dtype=np.int64),
             ),
             waves=self._make_table(),
         )

@@ -204,7 +204,7 @@ def _run_capped(
     ranks = RankTable.make_empty(1)
     ranks.job[0] = ranks.wave[0] = 0
     wave = make_square(period_s=period_s, duty=duty, high_w=high_w, low_w=low_w)
-    engine = FleetEngine(place, ranks, [wave], ["job"], engine="numpy")
+    engine = FleetEngine(place, ranks, [wave], 1, engine="numpy")
     engine.set_cap(max(cap_w, gpu.idle_w + _LEAST_GAIN * (high_w - gpu.idle_w)))
     engine.start_job(0)
     engine.settle_job(0)

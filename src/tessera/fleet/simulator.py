@@ -67,7 +67,7 @@ class Run:
             facility,
             ranks,
             waves,
-            [job.name for job in scenario.jobs],
+            len(scenario.jobs),
             distinct=distinct,
             marks=mark_differences(list(scenario.faults), facility),
             engine=engine,
