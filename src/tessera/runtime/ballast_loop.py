@@ -147,7 +147,8 @@ class BallastLoop:
                 why="ballast follows what is measured",
                 fix="run `tessera doctor`",
             )
-        if any(sampler.series[n].domain.basis == "modelled" for n in names if n in sampler.series):
+        self._zone = PowerZone("floor", names, [])
+        if any(domain.basis == "modelled" for domain in self._zone.domains(sampler)):
             self._notes["basis"] = "the power here is modelled, not measured: so is the floor"
         labels = [(n, sampler.series[n].domain.label if n in sampler.series else "") for n in names]
         most_w = max(self.floor_w or 0.0, 300.0)
@@ -162,9 +163,8 @@ class BallastLoop:
             max_ramp_w_per_s=self.max_ramp_w_per_s,
             idle_w=idle_w,
             full_w=max(burst_w, idle_w + 1),
-            blur_s=max((sampler.series[n].domain.blur_s for n in names if n in sampler.series), default=0.0),
+            blur_s=self._zone.blur_s(sampler),
         )
-        self._zone = PowerZone("floor", names, [])
         self._calibrate(sampler, self._ballast, self._control)
         self._ballast.set_levels(self._control.levels)
 

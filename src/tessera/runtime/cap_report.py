@@ -213,7 +213,7 @@ class CapTracker:
         for zone in zones:
             finest_s = zone.resolution_s(sampler)
             self._window_from = "sensor" if finest_s > self.window_s else "cap_window_ms"
-            domains = [sampler.series[n].domain for n in zone.names if n in sampler.series]
+            domains = zone.domains(sampler)
             basis: Basis = "modelled" if any(d.basis == "modelled" for d in domains) else "measured"
             own = zone.key != "node" and zone.is_own_power(sampler)
             self._domains[zone.key] = (tuple(zone.names), basis, own)

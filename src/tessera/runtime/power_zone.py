@@ -77,13 +77,21 @@ class PowerZone:
         shortest = min(c.window_s for c in caps)
         return Cap(min(c.power_w for c in caps), max(shortest, self.resolution_s(sampler)))
 
+    def domains(self, sampler: Sampler) -> list[Domain]:
+        """Return the domains that the sampler has."""
+        return [sampler.series[n].domain for n in self.names if n in sampler.series]
+
     def resolution_s(self, sampler: Sampler) -> float:
         """Return the coarsest resolution among the domains; a shorter window cannot be measured."""
-        return max((sampler.series[n].domain.resolution_s for n in self.names if n in sampler.series), default=0.0)
+        return max((d.resolution_s for d in self.domains(sampler)), default=0.0)
+
+    def blur_s(self, sampler: Sampler) -> float:
+        """Return the largest blur among the domains."""
+        return max((d.blur_s for d in self.domains(sampler)), default=0.0)
 
     def is_own_power(self, sampler: Sampler) -> bool:
         """Return whether the watts here are the program's own, not the machine's."""
-        return {sampler.series[n].domain.scope for n in self.names if n in sampler.series} == {"process"}
+        return {d.scope for d in self.domains(sampler)} == {"process"}
 
     def read(self, sampler: Sampler) -> MeanPower | None:
         """Return the mean power since the last reading; None when there is nothing new."""
@@ -188,11 +196,8 @@ class PowerZone:
     def _rested_during(self, reading: MeanPower, sampler: Sampler) -> bool:
         """Return whether all work here waited during the whole reading, and during the time that is smeared into it."""
         since = [p.counts().resting_ns for p in self.pacers]
-        until_ns = reading.start_ns - round(_SMEARED * self._blur_s(sampler) * 1e9)
+        until_ns = reading.start_ns - round(_SMEARED * self.blur_s(sampler) * 1e9)
         return bool(since) and all(ns is not None and ns <= until_ns for ns in since)
-
-    def _blur_s(self, sampler: Sampler) -> float:
-        return max((sampler.series[n].domain.blur_s for n in self.names if n in sampler.series), default=0.0)
 
     def _describe_floor(self, cap: Cap, floor_w: float, *, own: bool = False) -> str:
         """Say that a cap cannot be held: why, what happens instead, what to do.
@@ -260,7 +265,7 @@ class PowerZone:
             stuck_duty = STUCK_DUTY if self.key == "cpu" else STUCK_GPU_DUTY
             if self.is_own_power(sampler):
                 stuck_duty = MIN_DUTY  # nobody else draws it, and half of the time at work would be far above the cap
-            blur_s = self._blur_s(sampler)
+            blur_s = self.blur_s(sampler)
             self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
             if self.tally is not None or self.key == "cpu":
                 self.controller.fastest_s = 0.0
