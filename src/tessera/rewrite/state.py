@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils import _pytree as pytree
+
+from ..graph.nested import find_containers, find_instances, find_leaves, refill, sparse_parts, storage_address
+
 if TYPE_CHECKING:
     from ..graph.surroundings import Surroundings
 
@@ -27,11 +32,8 @@ class State:
     """
 
     def __init__(self, program: Any) -> None:
-        import torch
-
-        self._torch = torch
         self.memory = list_addresses(program)
-        self._copy = copy = _choose_copy(torch, _list_tensors(program))
+        self._copy = copy = _choose_copy(_list_tensors(program))
         parameters = _list_parameters(program)
         tensors = parameters | {id(b): b for m in program.modules for b in m.buffers()}
         self._tensors = {key: (t, copy(t)) for key, t in tensors.items()}
@@ -46,7 +48,7 @@ class State:
 
     def restore(self, *, flags: bool = False) -> None:
         """Put everything back; with `flags`, also the flags that say how optimizers compute."""
-        with self._torch.no_grad():
+        with torch.no_grad():
             for tensor, saved in self._tensors.values():
                 self._write(tensor, saved)
             for parameter, grad, saved in self._grads:
@@ -59,9 +61,9 @@ class State:
             module.training = training
             if buffers:
                 module._buffers.update(buffers)  # `self.mean = ...` in a forward puts another tensor there
-        self._torch.set_rng_state(self._random)
+        torch.set_rng_state(self._random)
         if self._cuda_random is not None:
-            self._torch.cuda.set_rng_state_all(self._cuda_random)
+            torch.cuda.set_rng_state_all(self._cuda_random)
 
     def get_update(self, parameter: Any) -> Any:
         """Return how far a parameter is from its saved value."""
@@ -70,20 +72,19 @@ class State:
     def has_changed(self, buffer: Any) -> bool:
         """Tell whether a buffer differs from its saved value, or is another tensor."""
         saved = self._tensors.get(id(buffer))
-        return saved is None or not _is_equal(self._torch, buffer, saved[1])
+        return saved is None or not _is_equal(buffer, saved[1])
 
     def _copy_values(self, values: Any) -> dict[str, tuple[Any, Any]]:
         """Return each value except the parameters, with a copy of it."""
-        is_tensor = self._torch.is_tensor
         return {
-            name: (value, self._copy(value) if is_tensor(value) else self._copy_nested(value))
+            name: (value, self._copy(value) if torch.is_tensor(value) else self._copy_nested(value))
             for name, value in values.items()
             if name != "params"
         }
 
     def _copy_nested(self, value: Any) -> Any:
         """Copy lists and dictionaries with the tensors in them; a plain value is returned as it is."""
-        return self._torch.utils._pytree.tree_map(lambda v: v.clone() if self._torch.is_tensor(v) else v, value)
+        return pytree.tree_map(lambda v: v.clone() if torch.is_tensor(v) else v, value)
 
     def _restore_optimizer(self, optimizer: Any, states: Any, groups: Any, skip: frozenset[str]) -> None:
         for parameter in [p for p in optimizer.state if p not in states]:
@@ -98,24 +99,21 @@ class State:
 
     def _restore_values(self, now: Any, saved: dict[str, tuple[Any, Any]]) -> None:
         """Write into the tensor that is there now: a step count may have been moved to the device."""
-        is_tensor = self._torch.is_tensor
         for name, (original, copy) in saved.items():
-            if not is_tensor(copy):
+            if not torch.is_tensor(copy):
                 now[name] = self._copy_nested(copy)
                 continue
-            if not (is_tensor(now.get(name)) and now[name].shape == copy.shape):
+            if not (torch.is_tensor(now.get(name)) and now[name].shape == copy.shape):
                 now[name] = original
             self._write(now[name], copy)
 
     def _write(self, tensor: Any, saved: Any) -> None:
-        if not _is_equal(self._torch, tensor, saved):
+        if not _is_equal(tensor, saved):
             tensor.copy_(saved)
 
 
 def list_addresses(program: Any) -> frozenset[int]:
     """Return the addresses of the tensors that a `State` copies."""
-    from ..graph.nested import storage_address
-
     return frozenset(map(storage_address, _list_tensors(program))) - {0}
 
 
@@ -152,11 +150,7 @@ class Inputs:
         outside: Surroundings | None = None,
         copied: frozenset[int] = frozenset(),
     ) -> None:
-        import torch
-
-        from ..graph.nested import find_containers, find_instances
-
-        self._torch, self._args, self._kwargs = torch, tuple(args), dict(kwargs)
+        self._args, self._kwargs = tuple(args), dict(kwargs)
         self._outside, self._copied = outside, copied
         self._variables = outside.values() if outside is not None else {}
         self._leaves = self._read_leaves()
@@ -165,7 +159,7 @@ class Inputs:
             name: t for name, t in self._leaves.items() if torch.is_tensor(t) and t.requires_grad and t.is_leaf
         }
         grads = [(t, t.grad) for t in self.differentiable.values()]
-        copy = _choose_copy(torch, [*tensors.values(), *(g for _, g in grads if g is not None)])
+        copy = _choose_copy([*tensors.values(), *(g for _, g in grads if g is not None)])
         self._tensors = {key: (t, copy(t), _read_geometry(t)) for key, t in tensors.items()}
         self._grads = [(t, grad, None if grad is None else copy(grad)) for t, grad in grads]
         held = (self._args, [*self._kwargs.values()], [*self._variables.values()])
@@ -178,11 +172,11 @@ class Inputs:
         now, changes = self._read_leaves(), dict[str, Any]()
         for name, leaf in now.items():
             old = self._leaves.get(name)
-            if self._torch.is_tensor(leaf):
-                saved = self._tensors[id(old)][1] if self._torch.is_tensor(old) else None
-                if saved is None or not _is_equal(self._torch, leaf, saved):
+            if torch.is_tensor(leaf):
+                saved = self._tensors[id(old)][1] if torch.is_tensor(old) else None
+                if saved is None or not _is_equal(leaf, saved):
                     changes[name] = leaf.detach().clone()
-            elif name not in self._leaves or (leaf is not old and (self._torch.is_tensor(old) or leaf != old)):
+            elif name not in self._leaves or (leaf is not old and (torch.is_tensor(old) or leaf != old)):
                 changes[name] = leaf
         return changes | dict.fromkeys(self._leaves.keys() - now.keys(), "taken away")
 
@@ -190,8 +184,6 @@ class Inputs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        from ..graph.nested import refill
-
         if self._outside is not None:
             self._outside.restore(self._variables)
         for generator, state in zip(self.generators, self._generator_states, strict=True):
@@ -199,41 +191,36 @@ class Inputs:
         for container, contents in self._containers:
             refill(container, contents)
         for tensor, saved, geometry in self._tensors.values():
-            with self._torch.inference_mode(tensor.is_inference()), self._torch.no_grad():
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 if geometry is not None and _read_geometry(tensor) != geometry:  # x.unsqueeze_(0)
                     tensor.as_strided_(*geometry)
-                if not _is_equal(self._torch, tensor, saved):
+                if not _is_equal(tensor, saved):
                     tensor.copy_(saved)
         for tensor, grad, saved in self._grads:
             tensor.grad = grad
-            if grad is not None and not _is_equal(self._torch, grad, saved):
-                with self._torch.no_grad():
+            if grad is not None and not _is_equal(grad, saved):
+                with torch.no_grad():
                     grad.copy_(saved)
 
     def _read_leaves(self) -> dict[str, Any]:
-        from ..graph.nested import find_leaves, storage_address
-
         leaves = find_leaves(self._args, "argument") | find_leaves(self._kwargs, "argument")
         if self._outside is not None:
             leaves |= find_leaves(self._outside.values(), "outside")
-        is_tensor = self._torch.is_tensor
-        return {k: v for k, v in leaves.items() if not (is_tensor(v) and storage_address(v) in self._copied)}
+        return {k: v for k, v in leaves.items() if not (torch.is_tensor(v) and storage_address(v) in self._copied)}
 
 
 def _read_geometry(tensor: Any) -> tuple[Any, ...] | None:
     """Return size, stride and offset; None for a sparse tensor."""
-    if str(tensor.layout) != "torch.strided":
+    if tensor.layout is not torch.strided:
         return None
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
-def _is_equal(torch: Any, tensor: Any, saved: Any) -> bool:
+def _is_equal(tensor: Any, saved: Any) -> bool:
     """Tell whether two tensors are equal, NaN equal to NaN."""
     if tensor.dtype != saved.dtype or tensor.layout != saved.layout or tensor.shape != saved.shape:
         return False
     if tensor.layout is not torch.strided:
-        from ..graph.nested import sparse_parts
-
         parts = zip(sparse_parts(tensor), sparse_parts(saved), strict=True)
         return all(torch.equal(a, b.to(a.device)) for a, b in parts)
     a, b = tensor, saved.to(tensor.device)
@@ -244,7 +231,7 @@ def _is_equal(torch: Any, tensor: Any, saved: Any) -> bool:
     return bool(a.is_floating_point() and ((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _choose_copy(torch: Any, tensors: Sequence[Any]) -> Callable[[Any], Any]:
+def _choose_copy(tensors: Sequence[Any]) -> Callable[[Any], Any]:
     """Return a function that copies a tensor where it is, or to the host if the device has no room for all copies."""
     needed = sum(t.numel() * t.element_size() for t in tensors if t.is_cuda)
     if not needed or needed <= ROOM * torch.cuda.mem_get_info()[0]:
