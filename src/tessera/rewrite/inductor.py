@@ -74,15 +74,6 @@ def apply_passes(module: Any, passes: Sequence[Pass], compilation: Compilation) 
     compilation.replacements += replacements
 
 
-def list_mode_options(mode: str) -> dict[str, Any]:
-    """Return Inductor's options for a mode of torch.compile."""
-    if mode == "default":
-        return {}
-    import torch._inductor
-
-    return dict(torch._inductor.list_mode_options(mode))
-
-
 def _make_hooks(compilation: Compilation) -> dict[str, Any]:
     """Return the config that lets us observe; caches are off, because they would skip the passes."""
     from torch._inductor import config

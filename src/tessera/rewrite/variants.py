@@ -25,7 +25,7 @@ from .compare import OUTSIDE, Comparison, Reference
 from .compilation import Compilation, Replacement
 from .compile_events import CompileEvents
 from .cudagraph import ReplayedProgram
-from .inductor import PRIVATE_ERRORS, Pass, list_mode_options, make_backend
+from .inductor import PRIVATE_ERRORS, Pass, make_backend
 from .other_inputs import OtherInputs
 from .program import Program, cannot_repeat, first_line
 from .search_cost import CallCost, guess_compile_s
@@ -115,6 +115,8 @@ def build_variant(program: Program, variant: Variant, *, observe: bool = True) -
     if variant.mode == REPLAYED_EAGER:
         variant.call = ReplayedProgram(program)
         return
+    from torch._inductor import list_mode_options
+
     variant.compilation = Compilation(observe=observe)
     backend = make_backend(variant.compilation, variant.passes, list_mode_options(variant.mode))
     compiled = torch.compile(_copy_frame(program.call), backend=backend)
