@@ -26,9 +26,8 @@ from .eager_ops import EagerOp
 _MAX_ITERATIONS, _MAX_S = 5, 0.25
 _OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _GENERATED = re.compile(r"triton_[a-z]+_(fused\w*?)(?:_\d+)?")
-_MIN_SIMILARITY = (
-    0.3  # the share of common words among all words of two names: below this, they are not the same kernel's
-)
+# The share of common words among all words of two names. Below this, they are not the same kernel's.
+_MIN_SIMILARITY = 0.3
 LEFT_OVER = "left over"
 LIBRARY = "library calls"
 OUTSIDE = "around the graphs"
