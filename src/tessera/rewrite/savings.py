@@ -386,7 +386,6 @@ def make_graph_rewrite(best: Variant, tried: Sequence[Variant]) -> Rewrite:
     eager = tried[0]
     saved_s = eager.time_s - best.time_s if eager.time_s and best.time_s else None
     saved_j = eager.energy_j - best.energy_j if eager.energy_j and best.energy_j else None
-    errors = [e for e in (eager.error_j, best.error_j) if e is not None]
     return Rewrite(
         rule="cuda_graph",
         before="eager launches",
@@ -394,7 +393,7 @@ def make_graph_rewrite(best: Variant, tried: Sequence[Variant]) -> Rewrite:
         by="tessera",
         saved_s=saved_s,
         saved_j=saved_j,
-        saved_error_j=sum(e * e for e in errors) ** 0.5 if saved_j is not None else None,
+        saved_error_j=math.hypot(eager.error_j or 0.0, best.error_j or 0.0) if saved_j is not None else None,
         saved_bytes=0.0,
         basis="measured" if saved_s is not None else "modelled",
     )
