@@ -39,12 +39,11 @@ class PowerSmoothing:
     hysteresis_ms: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("floor_percent", 0.0), ("ramp_up_w_per_s", 1e-3), ("ramp_down_w_per_s", 1e-3)):
+        least_of = {"floor_percent": 0.0, "ramp_up_w_per_s": 1e-3, "ramp_down_w_per_s": 1e-3, "hysteresis_ms": 0.0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and not least <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r} is not possible", fix=f"at least {least:g}")
-        if self.hysteresis_ms is not None and not 0 <= self.hysteresis_ms < math.inf:
-            raise ArgumentError(f"hysteresis_ms={self.hysteresis_ms!r} is not possible", fix="at least 0")
 
     def __str__(self) -> str:
         parts = [] if self.floor_percent is None else [f"a floor of {self.floor_percent:g}%"]
