@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ArgumentError, did_you_mean
+from ..joules import Floats, Ints
 from ..policy import ThermalPolicy
 from ..units import format_power
 
@@ -36,9 +36,6 @@ REFUSALS: dict[RefusalKind, str] = {
     "rack_limit": "above what the rack's feed carries",
 }
 
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Rule = Literal["coolest", "fullest", "emptiest", "first", "unknown"]
 """How a node was chosen.
 
