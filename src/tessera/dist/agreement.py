@@ -17,6 +17,7 @@ import torch
 import torch.distributed as c10d
 
 from ..errors import ArgumentError
+from .groups import resolve_group
 from .liveness import CollectiveError, explain_failure
 from .reduction import gather_into, is_dry
 
@@ -47,7 +48,7 @@ def count_ranks(group: Any = None) -> int:
 
 def check_device(x: torch.Tensor, group: Any) -> None:
     """Raise for a tensor that the group's backend cannot move."""
-    reached = {device.type for device in _resolve(group)._device_types}
+    reached = {device.type for device in resolve_group(group)._device_types}
     if x.device.type not in reached and c10d.get_backend(group) != "fake":
         raise ArgumentError(
             f"x is on {x.device}, and the group connects {' and '.join(sorted(reached))} only",
@@ -55,12 +56,8 @@ def check_device(x: torch.Tensor, group: Any) -> None:
         )
 
 
-def _resolve(group: Any) -> Any:
-    return group if group is not None else c10d.group.WORLD
-
-
 def _is_gloo(group: Any, *devices: torch.device) -> bool:
-    return all(_resolve(group)._get_backend(device).name() == "gloo" for device in devices)
+    return all(resolve_group(group)._get_backend(device).name() == "gloo" for device in devices)
 
 
 def describe_call(kind: str, x: torch.Tensor, *how: str, any_first: bool = False) -> str:
@@ -88,7 +85,7 @@ def agree(line: str, size: int, group: Any, device: torch.device, *, sizes_neede
     messages = [bytes(part) for part in whole.cpu().view(-1, SIZE_BYTES + LINE).numpy()]
     lines = [message[SIZE_BYTES:].decode(errors="replace").rstrip() for message in messages]
     if len(set(lines)) > 1:
-        ranks = c10d.get_process_group_ranks(_resolve(group))
+        ranks = c10d.get_process_group_ranks(resolve_group(group))
         raise CollectiveError(
             f"{line.split(maxsplit=1)[0]} on rank {c10d.get_rank()}: the ranks do not call the same",
             why="; ".join(f"rank {rank}: {said}" for rank, said in list(zip(ranks, lines, strict=True))[:8]),
@@ -103,7 +100,7 @@ def tell_refusal(kind: str, group: Any) -> Iterator[None]:
     try:
         yield
     except ArgumentError as exc:
-        if is_connected() and c10d.get_world_size(group) > 1 and _is_gloo(group, *_resolve(group)._device_types):
+        if is_connected() and c10d.get_world_size(group) > 1 and _is_gloo(group, *resolve_group(group)._device_types):
             with contextlib.suppress(CollectiveError), explain_failure(kind, group):
                 agree(f"{kind} refused: {str(exc).splitlines()[0]}", 0, group, torch.device("cpu"))
         raise

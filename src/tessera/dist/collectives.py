@@ -19,6 +19,7 @@ from ..stream import Stream
 from ..stream import on as stream_on
 from .agreement import agree, check_device, count_ranks, describe_call, is_connected, tell_refusal
 from .compression import Codec, ErrorFeedback, make_codec
+from .groups import resolve_group
 from .liveness import explain_failure
 from .mesh import Mesh, find_mesh
 from .pacing import Jitter, Pace, Phase
@@ -100,7 +101,7 @@ class _Reduction:
             dense.div_(ranks)
         if dense is not x:
             x.copy_(dense)
-        _calls[(self.group if self.group is not None else c10d.group.WORLD).group_name] += 1
+        _calls[resolve_group(self.group).group_name] += 1
         note("all_reduce", self._name, ranks, x, sent, time_s=time.perf_counter() - begun, delay_s=delay_s)
         return x
 
@@ -143,7 +144,7 @@ _calls: Counter[str] = Counter()
 
 def _seed_jitter(group: Any) -> str:
     """Return a seed that is equal on the ranks of a group, which call in one order, and differs from other groups'."""
-    group = group if group is not None else c10d.group.WORLD
+    group = resolve_group(group)
     return f"{c10d.get_process_group_ranks(group)[0]} {group.group_name} {_calls[group.group_name]}"
 
 
@@ -406,7 +407,7 @@ def broadcast(x: torch.Tensor, source: int = 0, *, group: Any = None) -> torch.T
     dense = x.detach() if x.is_contiguous() else x.detach().contiguous()
     with explain_failure("broadcast", group):
         agree(describe_call("broadcast", x, f"source={source}"), 0, group, x.device)
-        c10d.broadcast(as_movable(dense), c10d.get_global_rank(group or c10d.group.WORLD, source), group=group)
+        c10d.broadcast(as_movable(dense), c10d.get_global_rank(resolve_group(group), source), group=group)
     if not x.is_contiguous():
         x.detach().copy_(dense)
     is_source = c10d.get_rank(group) == source

@@ -19,9 +19,10 @@ import torch.distributed as c10d
 from .collectives import all_reduce
 from .compression import ErrorFeedback
 from .gradient_report import GradientLedger, TimedReduction, make_timed
+from .groups import make_group, resolve_group
 from .liveness import explain_failure
 from .records import record_collectives
-from .reduction import Sent, make_group, ring_bytes
+from .reduction import Sent, ring_bytes
 
 _WHAT = "the reduction of gradients"
 
@@ -228,7 +229,7 @@ def _take_group(like: Any) -> Any:
     world = c10d.group.WORLD
     if not _unused_groups or _unused_groups[-1][0] is not world:
         _unused_groups[:] = [(world, [])]
-    ranks = c10d.get_process_group_ranks(like or world)
+    ranks = c10d.get_process_group_ranks(resolve_group(like))
     for group in _unused_groups[-1][1]:
         if c10d.get_process_group_ranks(group) == ranks:
             _unused_groups[-1][1].remove(group)

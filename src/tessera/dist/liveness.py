@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from ..errors import TesseraError
+from .groups import read_timeout, resolve_group
 
 ANSWER_S = 3.0
 """Seconds to wait for answers: long enough that a busy machine does not count as dead."""
@@ -70,8 +71,7 @@ class _OpenCall:
 
 @functools.lru_cache(maxsize=64)
 def _timeout_s(group: Any) -> float:
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout = getattr(options, "_timeout", None)
+    timeout = read_timeout(group)
     return timeout.total_seconds() if timeout is not None else math.inf
 
 
@@ -195,7 +195,7 @@ def explain_failure(kind: str, group: Any) -> Iterator[None]:
     if thread is None:
         yield
         return
-    group = group if group is not None else c10d.group.WORLD
+    group = resolve_group(group)
     thread.begun[group.group_name] += 1
     thread.inside += 1
     thread.open.append(call := _OpenCall(group))

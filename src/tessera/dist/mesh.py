@@ -207,7 +207,7 @@ class Mesh:
             made = DeviceMesh(device_type(), ranks.reshape(self.shape), mesh_dim_names=self.axes)
         if made.get_coordinate() is not None:
             for axis in self.axes:
-                copy_timeout(made.get_group(axis))
+                _copy_timeout(made.get_group(axis))
         return made
 
     def process_group(self, axis: str) -> Any:
@@ -230,11 +230,13 @@ class Mesh:
     @cache  # noqa: B019  (a mesh lives as long as its groups)
     def _make_part_of_a_group(self, axis: str) -> Any:
         """Return a group of some places along an axis: only its own ranks make it."""
-        import torch.distributed as c10d
+        from torch.distributed import get_rank
 
-        here = self.coordinate(c10d.get_rank())
+        from .groups import make_group
+
+        here = self.coordinate(get_rank())
         ranks = [self.rank_at([*{**here, axis: k}.values()]) for k in range(self.size(axis))]
-        return copy_timeout(c10d.new_group(ranks, use_local_synchronization=True))
+        return make_group(ranks, like=None)
 
 
 def list_names(option: str, names: Iterable[Any]) -> tuple[Any, ...]:
@@ -265,15 +267,14 @@ def find_mesh(mesh: Any, axis: str) -> Mesh:
     return next(iter(found.values()))
 
 
-def copy_timeout(group: Any) -> Any:
-    """Give a group the timeout of `init_process_group`, because torch gives it half an hour; return the group."""
+def _copy_timeout(group: Any) -> None:
+    """Give a group the timeout of `init_process_group`, because torch gives it half an hour."""
     import torch.distributed as c10d
 
-    world: Any = c10d.group.WORLD
+    from .groups import read_timeout
+
     if c10d.get_backend() != "fake":
-        backend = world._get_backend(world._device_types[0])
-        c10d.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
-    return group
+        c10d.distributed_c10d._set_pg_timeout(read_timeout(None), group)
 
 
 def device_type() -> str:

@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
+from .groups import make_group
 from .layout import Layout
 from .mesh import Mesh
 from .overlap import overlap_gradients
 from .pipeline_stages import Batch, StackTracer, StagePart, make_stage_forward
-from .reduction import make_group
 from .tensor_parallel import ModuleSplit, SplitLinear
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

@@ -23,6 +23,7 @@ import torch.distributed as c10d
 from torch._guards import detect_fake_mode
 
 from .compression import Codec, ErrorFeedback, largest
+from .groups import make_group, resolve_group
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 COMBINE: dict[str, Combine] = {
@@ -114,7 +115,7 @@ def reduce_hierarchical(x: torch.Tensor, op: str, group: Any, node_size: int, *,
     nodes = split_nodes(group, node_size)
     if len(nodes) == 1 or max(map(len, nodes)) == 1:
         return (reduce_in_rank_order if in_order else reduce_flat)(x, op, group)
-    inner, outer = node_groups(group if group is not None else c10d.group.WORLD, node_size)
+    inner, outer = node_groups(resolve_group(group), node_size)
     across = reduce_in_rank_order if in_order else reduce_flat
     if len({len(node) for node in nodes}) > 1:
         return _reduce_by_leaders(x, op, inner, outer, across)
@@ -246,7 +247,7 @@ def as_movable(x: torch.Tensor) -> torch.Tensor:
 def split_nodes(group: Any, node_size: int) -> list[list[int]]:
     """Return the ranks of a group by node."""
     nodes: dict[int, list[int]] = {}
-    for rank in c10d.get_process_group_ranks(group if group is not None else c10d.group.WORLD):
+    for rank in c10d.get_process_group_ranks(resolve_group(group)):
         nodes.setdefault(rank // node_size, []).append(rank)
     return list(nodes.values())
 
@@ -265,10 +266,3 @@ def node_groups(group: Any, node_size: int) -> tuple[Any, Any]:
     across = [node[place] for node in nodes]
     outer = make_group(across, like=group) if c10d.get_rank() in across else None
     return inner, outer
-
-
-def make_group(ranks: list[int], *, like: Any) -> Any:
-    """Make a process group of some ranks, which alone call this, with another group's timeout (torch's is 30 min)."""
-    pg = like if like is not None else c10d.group.WORLD
-    options = getattr(pg._get_backend(pg._device_types[0]), "options", None)
-    return c10d.new_group(ranks, timeout=getattr(options, "_timeout", None), use_local_synchronization=True)
