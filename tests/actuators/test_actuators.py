@@ -282,6 +282,14 @@ def test_names(fake, monkeypatch):
         actuators.find_gpu("gpu0")
 
 
+def test_a_refused_hold_leaves_no_session_of_nvml_open(fake, monkeypatch):
+    opened = []
+    monkeypatch.setattr(hold, "find_gpu", lambda gpu: opened.append(actuators.find_gpu(gpu)) or opened[-1])
+    with pytest.raises(ArgumentError, match="twice"), actuators.cap_power([0, "gpu0"], cap_w=300):
+        pass
+    assert [actuator._started for actuator in opened] == [False, False]
+
+
 def test_slices_of_a_board_are_not_controlled(fake):
     fake.change(gpu={1: {"mig": 2}})
     assert list(actuators.list_gpus()) == ["gpu0"]

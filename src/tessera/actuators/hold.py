@@ -243,15 +243,13 @@ def _find_all(gpus: Gpus) -> list[Actuator]:
     if not names:
         raise ArgumentError("gpus=[] contains no GPU", fix='gpus="gpu0", or a list of such names')
     actuators: list[Actuator] = []
-    try:
+    with contextlib.ExitStack() as to_close:
         for gpu in names:
             actuators.append(gpu if isinstance(gpu, Actuator) else find_gpu(gpu))
-    except ActuatorError:
-        for actuator in actuators:
-            actuator.close()
-        raise
-    uuids = [a.uuid for a in actuators]
-    twice = {uuid for uuid in uuids if uuids.count(uuid) > 1}
-    if twice:
-        raise ArgumentError(f"gpus={names!r} names a GPU twice", why=f"UUID {min(twice)}", fix="name each once")
+            to_close.callback(actuators[-1].close)
+        uuids = [a.uuid for a in actuators]
+        twice = {uuid for uuid in uuids if uuids.count(uuid) > 1}
+        if twice:
+            raise ArgumentError(f"gpus={names!r} names a GPU twice", why=f"UUID {min(twice)}", fix="name each once")
+        to_close.pop_all()
     return actuators
