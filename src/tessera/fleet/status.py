@@ -236,19 +236,17 @@ def _sum_racks(nodes: Sequence[FleetNode], limits_w: Mapping[str, float]) -> tup
     by_rack: dict[str, list[FleetNode]] = {}
     for node in nodes:
         by_rack.setdefault(node.rack, []).append(node)
-    racks = []
-    for name, own in by_rack.items():
-        racks.append(
-            FleetRack(
-                name=name,
-                aisle=own[0].aisle,
-                nodes=len(own),
-                known=sum(n.power_w is not None for n in own),
-                power_w=sum_known(n.power_w for n in own),
-                limit_w=limits_w.get(name),
-                hottest_c=max((n.temperature_c for n in own if n.temperature_c is not None), default=None),
-                crest_factor=max((n.crest_factor for n in own if n.crest_factor is not None), default=None),
-                near_trips=sum(n.near_trips for n in own),
-            )
+    return tuple(
+        FleetRack(
+            name=name,
+            aisle=own[0].aisle,
+            nodes=len(own),
+            known=sum(n.power_w is not None for n in own),
+            power_w=sum_known(n.power_w for n in own),
+            limit_w=limits_w.get(name),
+            hottest_c=max((n.temperature_c for n in own if n.temperature_c is not None), default=None),
+            crest_factor=max((n.crest_factor for n in own if n.crest_factor is not None), default=None),
+            near_trips=sum(n.near_trips for n in own),
         )
-    return tuple(racks)
+        for name, own in by_rack.items()
+    )
