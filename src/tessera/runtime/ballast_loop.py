@@ -73,7 +73,7 @@ class BallastLoop:
         sampler: Any = None,
     ) -> None:
         self.floor_w, self.max_ramp_w_per_s = floor_w, max_ramp_w_per_s
-        self._make, self._make_pacer, self._sampler = make, make_pacer, sampler
+        self._make, self._make_pacer, self._given_sampler = make, make_pacer, sampler
         self._lock = threading.Lock()
         self._running, self._until_s = 0, 0.0
         self._thread: threading.Thread | None = None
@@ -131,10 +131,14 @@ class BallastLoop:
                 notes=tuple(self._notes.values()),
             )
 
+    @property
+    def _sampler(self) -> Any:
+        return self._given_sampler or monitor.default().sampler
+
     # -- the thread -----------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        sampler = self._sampler or monitor.default().sampler
+        sampler = self._sampler
         torch: Any = sys.modules.get("torch")
         cuda = torch is not None and torch.cuda.is_available()
         device = int(torch.cuda.current_device()) if cuda else -1
@@ -165,44 +169,44 @@ class BallastLoop:
             full_w=max(burst_w, idle_w + 1),
             blur_s=self._zone.blur_s(sampler),
         )
-        self._calibrate(sampler, self._ballast, self._control)
+        self._calibrate(self._ballast, self._control)
         self._ballast.set_levels(self._control.levels)
 
-    def _calibrate(self, sampler: Any, ballast: Ballast, control: BallastControl) -> None:
+    def _calibrate(self, ballast: Ballast, control: BallastControl) -> None:
         """Measure the device without work and with ballast only: for half a second, once, before the first work."""
-        idle = self._measure(sampler, ballast)
+        idle = self._measure(ballast)
         ballast.set_levels([1.0] * BINS)
         time.sleep(SETTLE_S)
-        full = self._measure(sampler, ballast)
+        full = self._measure(ballast)
         ballast.set_levels([0.0] * BINS)
         if idle is not None and full is not None and full[1] > 0.2 and full[0] > 1.05 * idle[0]:
             control.start_from(idle[0], idle[0] + (full[0] - idle[0]) / full[1])
         else:
             self._notes["guess"] = "the watts of ballast could not be measured: its joules are the catalogue's guess"
 
-    def _measure(self, sampler: Any, ballast: Ballast) -> tuple[float, float] | None:
+    def _measure(self, ballast: Ballast) -> tuple[float, float] | None:
         """Return the mean power over `CALIBRATE_S`, and the share of that time in which ballast worked."""
         self._zone.read_ns = None
         began_s, ran_s = time.monotonic(), ballast.ran_s()
         energy_j = seconds = 0.0
         while seconds < CALIBRATE_S and time.monotonic() < began_s + GIVE_UP_S:
-            self._wait_for_reading(sampler)
-            reading = self._zone.read(sampler)
+            self._wait_for_reading()
+            reading = self._zone.read(self._sampler)
             if reading is not None and reading.start_ns >= round(began_s * 1e9):
                 energy_j, seconds = energy_j + reading.power_w * reading.seconds, seconds + reading.seconds
         worked = (ballast.ran_s() - ran_s) / (time.monotonic() - began_s)
         return (energy_j / seconds, min(worked, 1.0)) if seconds >= CALIBRATE_S / 2 else None
 
-    def _wait_for_reading(self, sampler: Any) -> None:
+    def _wait_for_reading(self) -> None:
         """Ask the sensor for new samples. If nobody asks, a ring of samples is read only every second or two."""
         since_ns = self._zone.read_ns or time.monotonic_ns() - round(TICK_S * 1e9)
-        sampler.wait_for(since_ns + round(TICK_S * 0.5e9), timeout_s=TICK_S, names=self._zone.names)
+        self._sampler.wait_for(since_ns + round(TICK_S * 0.5e9), timeout_s=TICK_S, names=self._zone.names)
         time.sleep(TICK_S / 4)
 
     def _run(self) -> None:
         try:
             while self._running or time.monotonic() < self._until_s:
-                self._wait_for_reading(self._sampler or monitor.default().sampler)
+                self._wait_for_reading()
                 self._tick(time.monotonic_ns())
         except Exception as exc:  # noqa: BLE001  (a lost sensor must not leave ballast on)
             self._notes["lost"] = f"the floor was given up: {type(exc).__name__}: {exc}"
@@ -227,7 +231,7 @@ class BallastLoop:
         assert ballast is not None and control is not None
         self._pace_start(now_ns)
         self._ran.append((now_ns, ballast.ran_s()))
-        reading = self._zone.read(self._sampler or monitor.default().sampler)
+        reading = self._zone.read(self._sampler)
         if reading is None:
             return
         worked = (self._ran_at(reading.time_ns) - self._ran_at(reading.start_ns)) / max(reading.seconds, 1e-9)
