@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .benchmark import EnergyBenchmark
-from .core import Monitor
 from .scope import synchronize
 
 # How precise a figure should be (relative half-width of the 90% interval), and after how many seconds to give up.
@@ -34,7 +33,7 @@ class IterationMeasurement:
 
 
 def measure_iteration(
-    iteration: Callable[[], object], budget_s: float, *, monitor: Monitor | None = None, modelled: bool = False
+    iteration: Callable[[], object], budget_s: float, *, modelled: bool = False
 ) -> IterationMeasurement:
     """Run an iteration until its figures are steady, for a few seconds and not much longer than `budget_s`.
 
@@ -43,7 +42,7 @@ def measure_iteration(
     if not modelled and not has_sensor():
         return IterationMeasurement(time_s=_time_iteration(iteration, min(0.2, budget_s)))
     max_s = min(MAX_S, budget_s)
-    bench = EnergyBenchmark(target=TARGET, min_s=max_s / 4, budget_s=max_s, monitor=monitor)
+    bench = EnergyBenchmark(target=TARGET, min_s=max_s / 4, budget_s=max_s)
     bench.measure(name="iteration")(iteration)()
     result = bench.results[0]
     duration, joules = result.time_per_call_s, result.energy_per_call_j
