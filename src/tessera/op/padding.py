@@ -64,7 +64,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def linear_for_compiler(x: Any, weight: Any, bias: Any = None) -> Any:
+def linear_for_compiler(x: Any, weight: Any, bias: Any) -> Any:
     """Compute torch's linear in a form of which torch.compile makes aligned products, forward and backward.
 
     Zeros are appended to the weight's unaligned dimensions, and the result is a view without them. The compiler writes
