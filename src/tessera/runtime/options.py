@@ -149,14 +149,13 @@ class ScheduleOptions:
                 object.__setattr__(self, name, parse(getattr(self, name)))
                 if not getattr(self, name) > 0:
                     raise ArgumentError(f"{name} must be above 0", fix='power_floor="400W", max_ramp="200W/s"')
-        if self.power_floor is not None and self.cap is not None and self.cap.scope == "gpu":
-            floor_w = parse_power(self.power_floor)
-            if floor_w >= self.cap.power_w:
-                raise ArgumentError(
-                    f"power_floor={floor_w:g} W is not below power_cap={self.cap.power_w:g} W",
-                    why="ballast would draw what the cap forbids",
-                    fix="a lower power_floor or a higher power_cap",
-                )
+        cap, floor_w = self.cap, self.floor_w
+        if floor_w is not None and cap is not None and cap.scope == "gpu" and floor_w >= cap.power_w:
+            raise ArgumentError(
+                f"power_floor={floor_w:g} W is not below power_cap={cap.power_w:g} W",
+                why="ballast would draw what the cap forbids",
+                fix="a lower power_floor or a higher power_cap",
+            )
 
     @property
     def floor_w(self) -> float | None:
