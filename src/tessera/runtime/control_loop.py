@@ -120,9 +120,9 @@ class ControlLoop:
     def _pacers(self) -> list[Pacer]:
         return [s.pacer for s in self._spenders.values()]
 
-    def wait_for_readings(self, tracker: CapTracker, timeout_s: float = 1.0) -> None:
-        """Wait until the sensor's readings include a schedule's last call; do not wait while a call runs."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for_readings(self, tracker: CapTracker) -> None:
+        """Wait, at most a second, until the readings include a schedule's last call; do not wait while a call runs."""
+        deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and not (self._idle or tracker.running or tracker.is_up_to_date()):
             time.sleep(0.01)
 
