@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError
 from .controller import PaceCommand
-from .pacer import LIMIT_S, PaceCounts, Pacer
+from .pacer import LIMIT_S, HostPacer, PaceCounts, Pacer
 
 if TYPE_CHECKING:
     from .pause_kernel import PauseKernel
@@ -192,8 +192,6 @@ def make_pacer(device: int, *, most_work_s: float = LIMIT_S) -> Pacer:
     A pause of a GPU counts at most `most_work_s` of work before it.
     """
     if device < 0:
-        from .pacer import HostPacer
-
         return HostPacer()
     import torch
 
