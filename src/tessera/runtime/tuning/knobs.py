@@ -205,11 +205,7 @@ def watch_call(call: Callable[[], Any], parts: FunctionParts) -> CallTraits:
         return CallTraits()
     unchanged = before == [t._version for t in weights]
     infers = bool(gradients) and not any(gradients) and unchanged
-    return CallTraits(
-        infers=infers,
-        attends=bool(attended),
-        tiled=frozenset(asked.without),
-    )
+    return CallTraits(infers=infers, attends=bool(attended), tiled=frozenset(asked.without))
 
 
 class _AskedTiles(Mapping[str, tuple[int, ...]]):
