@@ -11,7 +11,7 @@ import pytest
 
 from tessera import schedule
 from tessera.clock import boot_id, read_boot_clock
-from tessera.errors import ActuatorError, GovernorError, ScheduleError
+from tessera.errors import ActuatorError, ActuatorPermission, GovernorError, ScheduleError
 from tessera.fleet.governor.daemon import NO_SHARE, DriverCap, LeaseFile, NodeDaemon, find_node_power
 from tessera.fleet.governor.tokens import Role
 from tessera.fleet.leases import BudgetPolicy, PowerRequest
@@ -279,28 +279,40 @@ def test_a_scheduled_function_runs_under_a_lease(tmp_path, monkeypatch):
 # -- the driver, on the fake ------------------------------------------------------------------------------------------
 
 
-def test_the_driver_holds_the_cap_and_is_restored(fake_nvml, monkeypatch, tmp_path):
+@pytest.fixture
+def limits_w(fake_nvml, monkeypatch, tmp_path):
     monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("TESSERA_WATCHER", "0")
     fake_nvml.set(Scenario(gpus=2))
     nv.nvmlInit()
+    yield lambda: [nv.nvmlDeviceGetPowerManagementLimit(nv.nvmlDeviceGetHandleByIndex(i)) / 1000 for i in range(2)]
+    nv.nvmlShutdown()
 
-    def limits_w():
-        return [nv.nvmlDeviceGetPowerManagementLimit(nv.nvmlDeviceGetHandleByIndex(i)) / 1000 for i in range(2)]
 
-    try:
-        before = limits_w()
-        driver = DriverCap(host_w=200.0)
+def test_the_driver_holds_the_cap_and_is_restored(limits_w):
+    before = limits_w()
+    driver = DriverCap(host_w=200.0)
+    driver.apply(1000.0, 300.0, 0.0)
+    assert limits_w() == [400.0, 400.0]
+    driver.apply(1200.0, 300.0, 0.0)
+    assert limits_w() == [500.0, 500.0]
+    driver.apply(210.0, 300.0, 0.0)  # less than the driver accepts: as low as it goes, and said
+    assert limits_w()[0] >= 100.0 and driver.notes
+    driver.close()
+    assert limits_w() == before
+
+
+def test_a_cap_that_the_driver_refuses_at_first_is_set_at_the_next_try(limits_w, fake_nvml):
+    before = limits_w()
+    driver = DriverCap(host_w=200.0)
+    fake_nvml.change(control="denied")
+    with pytest.raises(ActuatorPermission):
         driver.apply(1000.0, 300.0, 0.0)
-        assert limits_w() == [400.0, 400.0]
-        driver.apply(1200.0, 300.0, 0.0)
-        assert limits_w() == [500.0, 500.0]
-        driver.apply(210.0, 300.0, 0.0)  # less than the driver accepts: as low as it goes, and said
-        assert limits_w()[0] >= 100.0 and driver.notes
-        driver.close()
-        assert limits_w() == before
-    finally:
-        nv.nvmlShutdown()
+    fake_nvml.change(control=None)
+    driver.apply(1000.0, 300.0, 0.0)
+    assert limits_w() == [400.0, 400.0]
+    driver.close()
+    assert limits_w() == before
 
 
 @pytest.mark.parametrize(

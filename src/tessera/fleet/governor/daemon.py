@@ -11,6 +11,7 @@ or the network do. Times are of CLOCK_BOOTTIME, which nobody can set.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ...actuators import GpuHold, find_gpu, list_gpus
+from ...actuators import GpuHold, PowerLimit, find_gpu, hold_gpus, list_gpus
 from ...clock import boot_id, read_boot_clock
 from ...errors import ActuatorError, GovernorError, GovernorRefusal, TesseraError
 from ...monitor.snapshot import Snapshot
@@ -75,11 +76,12 @@ class DriverCap:
 
     def __init__(self, host_w: float) -> None:
         self._host_w = host_w
-        self._gpus = [find_gpu(name) for name in list_gpus()]
+        self._gpus = list(list_gpus())
         if not self._gpus:
             raise ActuatorError("there is no GPU to control", fix="leave --control out: schedules then hold the cap")
-        self._limits = [gpu.power_limit() for gpu in self._gpus]
-        self._hold: GpuHold | None = None
+        self._limits = [_read_limit(gpu) for gpu in self._gpus]
+        self._hold: GpuHold | None = None  # None until the driver has once accepted a cap
+        self._stack = contextlib.ExitStack()
         self.notes: set[str] = set()
 
     def apply(self, cap_w: float, guaranteed_w: float, end_s: float) -> None:
@@ -90,15 +92,18 @@ class DriverCap:
             self.notes.add(f"the driver takes no limit below {low_w:g} W: {cap_w:g} W cannot be held by it alone")
         each_w = float(round(min(max(each_w, low_w), high_w)))
         if self._hold is None:
-            self._hold = GpuHold(self._gpus, each_w)
-            self._hold.take()
+            self._hold = self._stack.enter_context(hold_gpus(self._gpus, cap_w=each_w))
         else:
             self._hold.change(cap_w=each_w)
 
     def close(self) -> None:
         """Restore the limits that were there before."""
-        if self._hold is not None:
-            self._hold.release()
+        self._stack.close()
+
+
+def _read_limit(gpu: str) -> PowerLimit:
+    with contextlib.closing(find_gpu(gpu)) as actuator:
+        return actuator.power_limit()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
