@@ -92,6 +92,20 @@ def test_a_node_keeps_to_its_lease_and_falls_back_before_it_ends(governor):
     assert governor.service.describe().exposure_w == 3000.0  # the governor still counts it
 
 
+def test_a_cap_that_is_refused_is_said_and_keeps_no_other_applier_from_it(governor):
+    caps, other, seen = Caps(), Caps(), []
+    daemon = make(governor, caps, Clock(), on_change=seen.append)
+    daemon.appliers = [caps, other]
+    caps.refuses = True
+    step(daemon)
+    assert other.told == [(500.0, 500.0)] and caps.told == []
+    assert seen[-1].problem == "the driver refuses"
+    caps.refuses = False
+    step(daemon)
+    assert caps.told == [(500.0, 500.0)]
+    assert seen[-1].problem is None
+
+
 def test_a_node_whose_share_is_not_free_says_so(governor):
     full = governor.client()
     full.join("busy", 500.0, session="s")

@@ -149,6 +149,7 @@ class NodeDaemon:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _session: str = ""
     _problem: str | None = "not joined yet"
+    _obstacle: str | None = None  # why an applier did not set the newest cap
     _measured_w: float | None = None
     _shown: tuple[object, ...] = ()
     _applied: _AppliedCap | None = None
@@ -174,20 +175,26 @@ class NodeDaemon:
             end_s = self._holder.end_s
         was = self._applied
         if grant is not None and (was is None or (was.grant, was.cap_w) != (grant, cap_w)):
-            try:
-                for applier in self.appliers:
-                    applier.apply(cap_w, share_w, end_s)
-            except TesseraError as exc:
-                self._problem = exc.what
-                return  # try again at the next tick; it is not confirmed until then
+            self._obstacle = self._apply(cap_w, share_w, end_s)
             # An unchanged cap is in force already.
             since_s = was.since_s if was is not None and was.cap_w == cap_w else now_s
-            self._applied = was = _AppliedCap(grant, cap_w, since_s)
+            # What was refused is tried again at the next tick; it is not confirmed until then.
+            self._applied = was = _AppliedCap(grant, cap_w, since_s) if self._obstacle is None else None
         if was is not None and now_s - was.since_s >= self.settle_s:
             with self._lock:
                 if self._holder.grant is was.grant:
                     self._holder.confirm()
         self._show(cap_w, leased)
+
+    def _apply(self, cap_w: float, share_w: float, end_s: float) -> str | None:
+        """Pass a cap to all appliers, also if one of them refuses it; return why one did."""
+        obstacle = None
+        for applier in self.appliers:
+            try:
+                applier.apply(cap_w, share_w, end_s)
+            except TesseraError as exc:
+                obstacle = exc.what
+        return obstacle
 
     def _talk(self, stop: threading.Event) -> None:
         """Run the network thread: join, then send a heartbeat every `heartbeat_s`."""
@@ -236,7 +243,7 @@ class NodeDaemon:
 
     def _show(self, cap_w: float, leased: bool) -> None:
         grant = self._holder.grant
-        problem = self._problem
+        problem = self._obstacle or self._problem
         if problem is None and grant is not None and grant.guaranteed_w < self.guaranteed_w:
             problem = NO_SHARE
         jobs = tuple(grant.jobs) if grant is not None and leased else ()
