@@ -232,6 +232,14 @@ def test_a_lease_ends_by_itself_for_whoever_reads_it(tmp_path):
     assert json.loads(json.dumps(boot_id()))
 
 
+def test_a_lease_whose_folder_cannot_be_made_does_not_end_the_daemon(governor, tmp_path):
+    (tmp_path / "file").touch()
+    seen = []
+    daemon = make(governor, LeaseFile(tmp_path / "file" / "lease.json"), Clock(), on_change=seen.append)
+    step(daemon)
+    assert "cannot write" in seen[-1].problem
+
+
 def test_a_lease_that_others_could_write_is_not_read(tmp_path):
     path = tmp_path / "lease.json"
     LeaseFile(path).apply(900.0, 300.0, read_boot_clock() + 1000.0)

@@ -17,7 +17,7 @@ import msgspec
 from ..actuators.locks import runtime_folder
 from ..clock import boot_id, read_boot_clock
 from ..errors import ScheduleError
-from ..output import replace_when_written
+from ..output import cannot_write, replace_when_written
 from ..sensors.health import MachineCheck
 from ..units import ScopedPower, format_duration, format_power
 
@@ -55,7 +55,10 @@ def lease_path() -> Path:
 
 def write_lease(path: Path, lease: NodeLease) -> None:
     """Replace the lease in the file."""
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise cannot_write(path, exc) from exc
     with replace_when_written(path) as part:
         part.write_bytes(msgspec.json.encode(lease))
         part.chmod(0o644)
