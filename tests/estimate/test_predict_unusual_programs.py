@@ -98,6 +98,41 @@ def test_masks_of_chosen_experts_are_evenly_full():
     assert any("spread evenly" in line for line in graph.assumptions)
 
 
+def count_one_by_one(chosen: torch.Tensor) -> list[int]:
+    return [int((chosen == i).sum()) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda chosen: torch.bincount(chosen.flatten(), minlength=4).tolist(),
+        lambda chosen: torch.histc(chosen.float(), 4, 0, 3).int().tolist(),
+        lambda chosen: F.one_hot(chosen, 4).sum((0, 1)).tolist(),
+        lambda chosen: (chosen[..., None] == torch.arange(4)).sum((0, 1)).tolist(),
+        lambda chosen: chosen.new_zeros((len(chosen), 4)).scatter_(1, chosen, 1).sum(0).cpu().numpy().tolist(),
+        lambda chosen: torch.zeros(len(chosen), 4).scatter(1, chosen, 1).long().sum(0).tolist(),
+        lambda chosen: F.one_hot(chosen, 4).sum((0, 1)).cumsum(0).diff(prepend=torch.tensor([0])).tolist(),
+        count_one_by_one,
+    ],
+)
+def test_tokens_sorted_by_expert_are_split_by_even_counts(count: Any):
+    """As DeepSeek's own code does: the tokens of each expert are a slice, whose length the program asks for."""
+    router, experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def mix(x: torch.Tensor) -> torch.Tensor:
+        chosen = router(x).topk(2, dim=-1).indices
+        parts = x[chosen.flatten().argsort() // 2].split(count(chosen))
+        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
+
+    def rows(tokens: int) -> list[int]:
+        graph = capture(mix, torch.randn(tokens, 16))
+        assert any("spread evenly" in line for line in graph.assumptions)
+        return [op.params["m"] for op in graph.kernels if op.name == "aten.addmm"][1:]
+
+    assert rows(33) == [17, 17, 16, 16]
+    assert rows(1) == [1, 1], "one token reaches two experts"
+
+
 def test_what_a_model_keeps_of_integers_is_known():
     class Padded(nn.Module):
         def __init__(self) -> None:

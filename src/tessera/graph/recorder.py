@@ -133,6 +133,15 @@ class Recorder(TorchDispatchMode):
         nbytes = int(count * DTYPE_BYTES.get(dtype, tensor.itemsize))
         return TensorSpec(self.storages.id_of(tensor), shape, stride, dtype, nbytes)
 
+    def note_counts(self, short: str, args: Any, outs: list[torch.Tensor]) -> None:
+        """Remember how many tokens each expert gets, where an operator counts them."""
+        functions = self.functions
+        counts = self.masks.count_chosen(short, args, outs)
+        if counts is not None and self.known.value(outs[0]) is None:
+            self.assume("tokens are spread evenly over the experts")
+            self.known.note(outs[0], counts)
+        self.functions = functions
+
     # -- dispatch -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,6 +183,7 @@ class Recorder(TorchDispatchMode):
             for t in signature.find_written(args, kwargs):
                 self.known.forget(t)
         self.known.follow(func, args, kwargs, outs)
+        self.note_counts(signature.short, args, outs)
         if self.active and not signature.silent:
             self._record(signature, args, kwargs, outs)
         return out

@@ -175,6 +175,8 @@ def _bincount(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     out = torch.empty((least,), dtype=torch.int64 if weights is None else torch.float64, device="meta")
     recorder.wait()
     recorder.emit("aten.bincount", "scatter", [out, tensor], [out], {})
+    if weights is None:
+        recorder.note_counts("bincount", (tensor,), [out])
     return out
 
 

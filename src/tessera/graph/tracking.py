@@ -202,13 +202,15 @@ class MaskDensities:
     """How full masks are, and among how many an index was chosen, by storage.
 
     A program that sends tokens to experts asks where `indices == expert` holds. Indices from an argmax or a top-k
-    over C scores are taken to be spread evenly: such a mask is 1/C full, and so is a row of a one-hot tensor.
+    over C scores are taken to be spread evenly: such a mask is 1/C full, and so is a row of a one-hot tensor. How many
+    tokens each expert gets follows from that too.
     """
 
     def __init__(self, storages: StorageTracker) -> None:
         self._id_of = storages.id_of
         self._density: dict[int, float] = {}
         self._classes: dict[int, int] = {}
+        self._asked: dict[int, int] = {}  # the index that a mask compares with
 
     def note_one_hot(self, tensor: torch.Tensor, classes: int) -> None:
         """A one-hot tensor of C classes is 1/C full."""
@@ -233,12 +235,34 @@ class MaskDensities:
                 self._classes[after] = self._classes[before]
         elif short == "eq" and self._classes:
             classes = self._classes.get(self._id_of(first))
-            if classes is not None and (not isinstance(args[1], torch.Tensor) or args[1].numel() == 1):
+            if classes is not None and (not isinstance(args[1], torch.Tensor) or args[1].numel() in (1, classes)):
                 self._density[self._id_of(out)] = 1.0 / max(1, classes)
+                if isinstance(args[1], int):
+                    self._asked[self._id_of(out)] = args[1]
+        elif short in ("scatter", "scatter_") and self._classes and self._id_of(args[2]) in self._classes:
+            if not isinstance(args[3], torch.Tensor) and args[3] == 1:  # one at each chosen index
+                self._density[self._id_of(out)] = args[2].numel() / max(1, out.numel())
         elif short == "any" and self._density:
             density = self._density.get(self._id_of(first))
             if density is not None:  # one of several choices, or of all
                 self._density[self._id_of(out)] = min(1.0, density * first.numel() / max(1, out.numel()))
+
+    def count_chosen(self, short: str, args: Sequence[Any], outs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the numbers in the result of an operator that counts choices spread evenly; None of any other."""
+        if short not in ("sum", "bincount", "histc") or not isinstance(args[0], torch.Tensor):
+            return None
+        of, entries, out = self._id_of(args[0]), args[0].numel(), outs[0]
+        density = self._density.get(of) if short == "sum" else 1.0 if of in self._classes else None
+        if density is None or not 0 < out.numel() <= MAX_KNOWN_INTS:
+            return None
+        asked = self._asked.get(of) if out.numel() == 1 else None
+        if asked is None:
+            entries, parts = round(density * entries), out.numel()
+        else:  # the counts of all indices must add up to the choices
+            parts = round(1 / density)
+        each, left = divmod(entries, parts)
+        counts = each + (torch.arange(parts, device="cpu") < left)
+        return (counts if asked is None else counts[asked]).reshape(out.shape).to(out.dtype)
 
 
 def _choices(short: str, scores: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
