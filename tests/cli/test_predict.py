@@ -326,6 +326,27 @@ def make():
     assert "_sparse" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n    "
+        "return torch.nn.Linear(4, 4).to(device), torch.randn(2, 4).to(device)",
+        "return torch.nn.Linear(4, 4).half().cuda().eval(), torch.randn(2, 4).half().cuda()",
+        "return torch.nn.Linear(4, 4, device='cuda:0'), torch.randn(2, 4, device=torch.device('cuda'))",
+        "return torch.nn.Linear(4, 4).cuda().cpu(), torch.randn(2, 4).cpu()",
+    ],
+)
+def test_a_function_may_put_its_model_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "puts_on_gpu", raising=False)
+    (tmp_path / "puts_on_gpu.py").write_text(f"import torch\ndef make():\n    {code}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert predicted("puts_on_gpu:make", "--on", "h200", "--no-opportunities") == 0
+    assert "Linear on NVIDIA H200" in capsys.readouterr().out
+
+
 def test_a_long_message_of_a_models_own_code_is_cut_to_its_first_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,15 +154,17 @@ def _build_on_meta(build: Callable[[], Any]) -> Any:
     """Return the result of `build` on the meta device; only its parameters are there if `build` needs values."""
     import torch
 
+    from ..graph.intercept import StayOnMeta
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about weights and initialisation: there are no values here
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), StayOnMeta():
                 return build()
         except (NotImplementedError, RuntimeError) as e:
             if "meta" not in str(e).lower():  # of a sparse tensor: SparseMeta
                 raise
-        with _parameters_on_meta():
+        with _parameters_on_meta(), StayOnMeta():
             return build()
 
 

@@ -402,6 +402,27 @@ class Interceptor(TorchFunctionMode):
         return value
 
 
+class StayOnMeta(TorchFunctionMode):
+    """While a model is built: a request for a GPU gets the meta device, and a meta tensor that is moved stays there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Change the device that is asked for."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda or (func is torch.Tensor.cpu and args[0].is_meta):
+            return args[0].to("meta")
+        moves_meta = func is torch.Tensor.to and args[0].is_meta
+
+        def change(value: Any) -> Any:
+            moved = _is_cuda(value) or (moves_meta and isinstance(value, (str, torch.device)))
+            return torch.device("meta") if moved else value
+
+        if func is torch.Tensor.to:
+            args = tuple(map(change, args))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": change(kwargs["device"])}
+        return func(*args, **kwargs)
+
+
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return bool(device.type == "cuda")
