@@ -230,6 +230,26 @@ def test_a_functional_training_step():
     assert parameters["0.weight"] is model[0].weight
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda loss, weight, x: torch.func.grad(loss)(weight, x),
+        lambda loss, weight, x: torch.func.vmap(torch.func.grad(loss), (None, 0))(weight, x),
+        lambda loss, weight, x: torch.func.vjp(loss, weight, x)[1](torch.ones(())),
+        lambda loss, weight, x: torch.func.jacrev(torch.func.jacrev(loss))(weight, x),
+    ],
+)
+def test_transforms_reach_real_tensors_around_a_program(transform: Any):
+    weight = torch.randn(16, 4)  # wants no gradient: torch.func asks for one all the same
+
+    def loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).pow(2).sum()
+
+    graph = capture(lambda x: transform(loss, weight, x), torch.randn(8, 16))
+    assert graph.flops >= 2 * 2 * 8 * 16 * 4
+    assert weight.device.type == "cpu"
+
+
 def test_hooks_that_a_program_hangs_on_its_modules_are_taken_off():
     class Watched(nn.Module):
         def __init__(self) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _pytree as pytree
 
 from .autocast import Autocast
 from .flops import attention_params
@@ -80,6 +82,7 @@ def patch_torch(patches: TorchPatches, recorder: Recorder, autocast: Autocast, l
     if launch == "compile":
         _patch_compile_question(patches, recorder)
     _patch_optimizers(patches)
+    _patch_transforms(patches, recorder)
     _patch_transformer_layers(patches, recorder, autocast)
     _patch_flex_attention(patches, recorder)
 
@@ -141,6 +144,27 @@ def _patch_optimizers(patches: TorchPatches) -> None:
             if hasattr(module, name):
                 ask = getattr(module, name)
                 patches.replace(module, name, lambda *a, ask=ask, **k: [*ask(*a, **k), "meta"])
+
+
+def _patch_transforms(patches: TorchPatches, recorder: Recorder) -> None:
+    """`torch.func`'s transforms wrap the meta twins of real tensors: a meta gradient cannot reach a real one."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value  # whole numbers (places, lengths) may stay the host's
+        if is_wrapped(value) or not patches.in_capture():
+            return value
+        with temporarily_clear_interpreter_stack():
+            return recorder.on_meta(value)
+
+    for module, name in (
+        (torch._functorch.eager_transforms, "_wrap_for_grad"),
+        (torch._functorch.eager_transforms, "_jvp_with_argnums"),
+        (torch._functorch.vmap, "_add_batch_dim"),
+    ):
+        wrap = getattr(module, name)
+        patches.replace(module, name, lambda *args, wrap=wrap, **kw: wrap(*pytree.tree_map(move, args), **kw))
 
 
 # -- autocast ---------------------------------------------------------------------------------------------------
