@@ -250,6 +250,21 @@ def test_transforms_reach_real_tensors_around_a_program(transform: Any):
     assert weight.device.type == "cpu"
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
+def test_fused_optimizers_are_one_kernel_that_moves_the_model(make: Any):
+    model = nn.Linear(64, 64)
+    optimizer = make(model.parameters(), lr=0.1, fused=True)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (update,) = [op for op in capture(step, torch.randn(8, 64)).kernels if "_fused_" in op.name]
+    assert update.kind == "foreach" and "unmodelled" not in update.params
+    assert sum(t.nbytes for t in update.outputs) >= 4 * sum(p.numel() for p in model.parameters())
+
+
 def test_hooks_that_a_program_hangs_on_its_modules_are_taken_off():
     class Watched(nn.Module):
         def __init__(self) -> None:

@@ -99,7 +99,7 @@ _TESSERA_FAMILIES: Mapping[str, str] = {
     "conv": "tiled_conv2d",
 }
 
-_MULTI_TENSOR = ("_foreach_", "_fused_adam", "_fused_sgd")
+_MULTI_TENSOR = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
 
 
 def _by_name(families: Mapping[str, str]) -> dict[str, str]:
