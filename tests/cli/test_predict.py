@@ -273,6 +273,19 @@ def test_transformers_by_configuration(tmp_path: Path) -> None:
             model_loader.load_model(f"hf:{json.dumps(wrong)}", model_loader.InputShape())
 
 
+@pytest.mark.parametrize("kind", ["clip", "groupvit"])
+def test_a_text_is_no_longer_than_its_model_takes(kind: str) -> None:
+    has("transformers")
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 77}
+    config = f"hf:{json.dumps({'model_type': kind, 'text_config': small})}"
+    inputs = model_loader.load_model(config, model_loader.InputShape()).inputs
+    assert tuple(inputs["input_ids"].shape) == (1, 77) and tuple(inputs["pixel_values"].shape) == (1, 3, 224, 224)
+    assert model_loader.load_model(config, model_loader.InputShape(seq=16)).inputs["input_ids"].shape[1] == 16
+    assert (
+        model_loader.load_model(f"hf:{json.dumps(LLAMA)}", model_loader.InputShape()).inputs["input_ids"].numel() == 128
+    )
+
+
 @pytest.mark.parametrize(
     ("method", "told"),
     [

@@ -28,7 +28,10 @@ FORMS = "a torchvision name (resnet18), timm:NAME, hf:CONFIG.json, hf:'{...}', o
 DEFAULT_SEQ = 128
 _SIZES = {"inception_v3": (3, 299, 299)}
 _VIDEO = (3, 16, 112, 112)
-_BOTH = frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip", "metaclip_2"})  # need a text and an image
+# Kinds that need a text and an image.
+_BOTH = frozenset(
+    {"clip", "siglip", "siglip2", "chinese_clip", "altclip", "metaclip_2", "groupvit", "clipseg", "blip", "align"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +273,7 @@ def _build_in_dtype(build: Callable[[Any], Any], config: Any) -> Any:
 def _make_inputs(model: Any, config: Any, shape: InputShape) -> dict[str, Any]:
     import torch
 
-    seq = shape.seq or DEFAULT_SEQ
+    seq = shape.seq or min(DEFAULT_SEQ, _find_longest(config))
     words = torch.empty((1, seq), dtype=torch.int64, device="meta")
     main = str(getattr(model, "main_input_name", "input_ids"))
     both = getattr(config, "model_type", "") in _BOTH
@@ -286,6 +289,13 @@ def _make_inputs(model: Any, config: Any, shape: InputShape) -> dict[str, Any]:
     if getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = words
     return inputs
+
+
+def _find_longest(config: Any) -> float:
+    """Return how many tokens the text of a model may have: 77 for CLIP; infinity where its configuration sets none."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else float("inf")
 
 
 def _make_pixels(config: Any, shape: InputShape) -> Any:
