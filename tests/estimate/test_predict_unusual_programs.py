@@ -250,6 +250,21 @@ def test_transforms_reach_real_tensors_around_a_program(transform: Any):
     assert weight.device.type == "cpu"
 
 
+def test_a_model_that_cannot_be_trained_is_told_why():
+    class Generator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 8)
+
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x)
+
+    with pytest.raises(CaptureError, match="no_grad") as caught:
+        capture(Generator(), torch.randn(4, 8), mode="train")
+    assert "mode='infer'" in str(caught.value)
+
+
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW])
 def test_fused_optimizers_are_one_kernel_that_moves_the_model(make: Any):
     model = nn.Linear(64, 64)

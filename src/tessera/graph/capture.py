@@ -262,6 +262,12 @@ def _run_step(model: Any, args: Any, kwargs: Any, recorder: Recorder, optimizer:
     if optimizer is None:
         return
     loss = loss_of(output)
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss has no gradient",
+            why="the model runs under torch.no_grad() or inference_mode(), or returns what was chosen (ids)",
+            fix="return logits or a loss, or predict it with mode='infer'",
+        )
     loss.backward()
     recorder.phase = "optimizer"
     optimizer.step()
