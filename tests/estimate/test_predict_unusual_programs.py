@@ -452,6 +452,20 @@ def test_flexible_attention_of_another_thread_is_left_alone():
     assert torch.allclose(found.get_nowait(), F.scaled_dot_product_attention(x, x, x), atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_inputs_and_buffers_in_another_layout_are_refused_in_words():
+    model = nn.Linear(4, 4)
+    model.register_buffer("edges", torch.eye(4).to_sparse_csr())
+    with pytest.raises(CaptureError, match="buffer is a sparse tensor"):
+        capture(model, torch.randn(4, 4))
+    ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    with pytest.raises(CaptureError, match="input, parameter or buffer is a nested tensor"):
+        capture(nn.Linear(4, 4), ragged)
+    edges = torch.eye(4).to_sparse_csr()
+    with pytest.raises(CaptureError, match="uses a sparse tensor"):
+        capture(lambda x: edges @ x, torch.randn(4, 4))
+
+
 def test_what_cannot_be_captured_says_what_and_where():
     with pytest.raises(CaptureError, match="sparse tensor") as caught:
         capture(nn.Sequential(nn.Embedding(64, 8, sparse=True)), torch.randint(0, 64, (4, 4)), mode="train")

@@ -103,6 +103,8 @@ class Recorder(TorchDispatchMode):
         twin = self._twins.get(id(tensor))
         if twin is not None and twin[0]() is tensor:
             return twin[1]
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            raise layout_error(f"{user_line()} uses", tensor.layout)
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self._twins[id(tensor)] = (weakref.ref(tensor), meta)
         self.storages.adopt(meta, "inputs")
@@ -386,13 +388,17 @@ def _check_layouts(name: str, outs: list[torch.Tensor]) -> None:
     """Refuse tensors without a fixed place in memory."""
     odd = next((t.layout for t in outs if t.layout != torch.strided), None)
     if odd is not None:
-        layout = "nested" if odd == torch.jagged else "sparse"
-        raise CaptureError(
-            f"{name} at {user_line()} makes a {layout} tensor, which cannot be captured",
-            why="how many elements it holds depends on values, and the time of its kernels is not modelled",
-            fix="leave that part out of what is predicted, use dense tensors (for nn.Embedding: sparse=False), or "
-            "measure the model instead: tessera measure",
-        )
+        raise layout_error(f"{name} at {user_line()} makes", odd)
+
+
+def layout_error(who: str, layout: torch.layout) -> CaptureError:
+    """Return the error for a sparse or nested tensor; `who` begins the sentence: "an input is"."""
+    return CaptureError(
+        f"{who} a {'nested' if layout == torch.jagged else 'sparse'} tensor, which cannot be captured",
+        why="how many elements it holds depends on values, and the time of its kernels is not modelled",
+        fix="leave that part out of what is predicted, use dense tensors (for nn.Embedding: sparse=False), or "
+        "measure the model instead: tessera measure",
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import CaptureError
 from .ir import WHAT_IFS
 from .nested import find_containers, holds_at_most, refill
+from .recorder import layout_error
 from .surroundings import MAX_VALUES, Surroundings
 
 _TORCH = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,6 +43,8 @@ class MetaTwins:
                 why="its parameters are made at its first call",
                 fix="call the model once (on meta tensors it costs nothing), then predict it",
             )
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            raise layout_error("an input, parameter or buffer is", tensor.layout)
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         if tensor.device.type == "meta" and dtype == tensor.dtype:
             meta = tensor
