@@ -238,6 +238,26 @@ def test_a_recurrent_cell_is_two_products_and_one_kernel(cell, gradient, sums, b
     assert sum("sum" in name for name in backward) == 3 * sums * bias
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("multiply", [torch.sparse.mm, torch.matmul, lambda a, x: a @ x])
+def test_a_sparse_product_is_of_its_nonzeros(multiply):
+    """It was costed as a dense one of 100 million elements."""
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            at = torch.arange(50).repeat(2, 1)
+            self.register_buffer("edges", torch.sparse_coo_tensor(at, torch.ones(50), (10_000, 10_000)))
+            self.narrow = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return multiply(self.edges, self.narrow(x))
+
+    graph = capture(Graph(), torch.empty(10_000, 8), mode="train")
+    assert "index_select" in names(graph) and "index_add" in names(graph)
+    assert max(spec.numel for op in graph.ops for spec in (*op.inputs, *op.outputs)) == 80_000
+
+
 def test_cells_of_autocast_multiply_in_its_format():
     def run(x):
         with torch.autocast("cuda", torch.bfloat16):

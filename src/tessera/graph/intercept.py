@@ -27,6 +27,8 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 FUSED_CELLS = {"lstm": 4, "gru": 5}
 """Cells whose step a GPU runs as one kernel after its two products, by what it keeps of each unit for the gradient."""
 
+_PRODUCTS = (torch.sparse.mm, torch.mm, torch.matmul, torch.Tensor.mm, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
 _SDPA = F.scaled_dot_product_attention
 
 
@@ -225,6 +227,18 @@ class _FusedCell(torch.autograd.Function):
         return None, None, *both(of_gates), of_state, *both(of_biases)
 
 
+def _product(recorder: Recorder, function: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+    """A product; a sparse matrix looks up rows of the other factor, scales them and adds them to the rows it names."""
+    count = a._nnz() if a.layout is torch.sparse_coo else getattr(a, "sparse_nnz", None)
+    if count is None or b.layout is not torch.strided or b.dim() != 2:
+        return function(a, b, *args, **kwargs)
+    recorder.assume("a product of a sparse matrix is predicted as a look-up, a product and a sum of rows")
+    columns, rows = (torch.empty(count, dtype=torch.int64, device="meta") for _ in range(2))
+    values = torch.empty((count, 1), dtype=a.dtype, device="meta")
+    out = torch.zeros((a.shape[0], b.shape[1]), dtype=b.dtype, device="meta")
+    return out.index_add(0, rows, recorder.on_meta(b).index_select(0, columns) * values)
+
+
 def _cell(
     recorder: Recorder, cell: str, x: Any, state: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> Any:
@@ -298,6 +312,8 @@ class Interceptor(TorchFunctionMode):
         }
         for cell in GATES:
             self._answers[getattr(vf, cell)] = partial(_recurrent, recorder, cell)
+        for product in _PRODUCTS:
+            self._answers[product] = partial(_product, recorder, product)
         for cell in FUSED_CELLS:
             self._answers[getattr(vf, f"{cell}_cell")] = partial(_cell, recorder, cell)
         for module, name in (

@@ -55,6 +55,8 @@ class MetaTwins:
                 meta = torch.nn.Parameter(meta, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad and tensor.is_leaf:
                 meta.requires_grad_(True)
+        if tensor.layout is torch.sparse_coo and meta is not tensor:
+            meta.sparse_nnz = tensor._nnz()  # for `intercept`: the twin itself is dense
         self._twins[id(tensor)] = (tensor, meta)
         return meta
 
