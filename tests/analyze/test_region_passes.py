@@ -62,3 +62,20 @@ def count_calls(depth: int) -> int:
 def test_steps_inside_each_other_take_time_in_proportion_to_their_depth() -> None:
     """Walked from each of them outward, thousands took minutes."""
     assert count_calls(800) < 2.1 * count_calls(400)
+
+
+def test_a_step_begun_by_a_hook_is_not_inside_an_optimizer_that_ends_late() -> None:
+    ms, timeline = 1_000_000, Builder()
+    begun = [0, 10 * ms, 30 * ms]  # the hook of the first step's end waits 15 ms for a core
+    for i, (start, end) in enumerate(zip(begun, [*begun[1:], 40 * ms], strict=True)):
+        timeline.add("region", f"step_{i}", T0 + start, T0 + end, thread=1)
+        late = 15 * ms if i == 0 else 50_000
+        timeline.add("region", "Optimizer.step#SGD.step", T0 + end - 2 * ms, T0 + end + late, thread=1)
+    timeline.add("op", "aten::mm", T0 + 26 * ms, T0 + 27 * ms, thread=1)
+    made = timeline.build()
+    mm = int(made.rows("op")[0])
+    assert [made.name(row) for row in made.linked.path(made.linked.region[mm])] == ["step_1"]
+    assert len(region_passes(made)["Optimizer.step#SGD.step"]) == 3
+    assert [made.name(made.linked.parent[row]) for row in region_passes(made)["Optimizer.step#SGD.step"]] == [
+        f"step_{i}" for i in range(3)
+    ]

@@ -30,6 +30,8 @@ from .launch_times import estimate_launches
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _STEP_OF_THE_USER = re.compile(r"(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*(\d+)", re.IGNORECASE)
+_OPTIMIZER = "Optimizer.step#"
+"""What torch's regions around the steps of optimizers are called, before the class of the optimizer."""
 _FOREVER = np.iinfo(np.int64).max
 
 
@@ -140,7 +142,7 @@ def link(timeline: Timeline) -> Links:
     origin = _origin(forward_op)
 
     spanning = np.flatnonzero((kind != CODE["mark"]) & (kind != CODE["counter"]) & (kind != CODE["region"]))
-    region = _regions(timeline, parent, launch_thread, launch_ns, spanning)
+    region = _regions(timeline, parent, launch_thread, launch_ns, spanning, steps)
     module = _modules(timeline, parent, launch_thread, launch_ns, spanning)
     module = np.where((module == NONE) & (origin != NONE), module[origin], module)
     _take_modules(timeline, module, parent, aligned, graphs)
@@ -260,19 +262,36 @@ def _origin(forward_op: Ints) -> Ints:
     return np.where(forward_op == NONE, NONE, last)
 
 
-def _regions(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints) -> Ints:
+def _regions(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints, steps: tuple[Step, ...]) -> Ints:
     """Return the innermost region of each row, on its thread or else on any of its rank; set the regions' parents."""
     regions = timeline.rows("region")
-    nested = _nest(timeline, regions)
+    starts, ends = timeline["start_ns"][regions], _end_with_steps(timeline, steps)[regions]
+    nested = Nesting(regions, timeline["thread"][regions], starts, ends)
     parent[regions] = nested.parent
     out = np.full(len(timeline), NONE, np.int64)
     out[rows] = nested.at(threads[rows], times[rows])
     # Autograd's threads have no regions of their own; they work for the region that was opened last.
     lone, rank = rows[out[rows] == NONE], timeline["rank"]
-    anywhere = Nesting(regions, rank[regions], timeline["start_ns"][regions], timeline["end_ns"][regions])
+    anywhere = Nesting(regions, rank[regions], starts, ends)
     out[lone] = anywhere.at(rank[lone], times[lone])
     out[regions] = parent[regions]
     return out
+
+
+def _end_with_steps(timeline: Timeline, steps: tuple[Step, ...]) -> Ints:
+    """Return the end of every row; an optimizer's region in which a hook begins the next step ends there.
+
+    Between the hook and the region's end, the thread may wait for a core or for Python's lock for longer than the next
+    step lasts. That step is not inside the region even then.
+    """
+    start, thread, end = timeline["start_ns"], timeline["thread"], timeline["end_ns"].copy()
+    regions, named = timeline.rows("region"), timeline["name"]
+    optimizers = [n for n, name in enumerate(timeline.names) if name.startswith(_OPTIMIZER)]
+    rows = np.array([s.row for s in steps if s.row != NONE], np.int64)
+    around = _nest(timeline, regions[np.isin(named[regions], optimizers)]).at(thread[rows], start[rows])
+    outlasts = (around != NONE) & (end[rows] > end[around])
+    end[around[outlasts]] = start[rows[outlasts]]
+    return end
 
 
 def _modules(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints) -> Ints:
