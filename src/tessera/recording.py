@@ -63,6 +63,8 @@ class Rows(Protocol):
 class CpuUse:
     """CPU seconds of a program and its children; `children` has their number and seconds by name.
 
+    `alive` has the most children of a name at once, and for how many seconds they lived, together: the
+    workers of a DataLoader are new ones in every epoch.
     `beside` has the same of the program's Python threads other than the main one, whose operators are not traced.
     `cores` is how many may be used, by affinity and quota; `threads` is the number for torch's operators. `waited_s` is
     how long the main thread was ready to run but had no core. `others_s` are the CPU seconds of other programs on the
@@ -73,6 +75,7 @@ class CpuUse:
     cpu_s: float
     children: Mapping[str, tuple[int, float]]
     cores: float
+    alive: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     threads: int | None = None
     waited_s: float | None = None
     others_s: float | None = None

@@ -103,6 +103,17 @@ def test_workers_that_wait_are_not_what_fills_the_cores() -> None:
     assert "raise num_workers" in action and "would not help" not in action
 
 
+def test_workers_are_counted_at_once_and_while_they_live() -> None:
+    """Each of 3 epochs starts 2 workers; together they live 1.5 s of 10, most of which the imports take."""
+    use = CpuUse(
+        cpu_s=3.4, children={"pt_data_worker": (6, 1.2)}, alive={"pt_data_worker": (2, 1.5)}, cores=4, threads=2,
+        waited_s=0.3, over_s=10.0,
+    )  # fmt: skip
+    action = train(30.0).advice(use)["data loading"].action
+    assert "2 workers have 35% of the CPU time, of 4 cores" in action and "they wait" not in action
+    assert "threads" not in train(0.1).advice(use)  # 2 threads and 2 workers have a core each
+
+
 def test_a_loader_in_the_main_process_is_told_to_use_workers() -> None:
     assert "num_workers=2 or more" in train(30.0, IN_MAIN).advice()["data loading"].action
     alone = CpuUse(cpu_s=1.0, children={}, cores=1, threads=1, waited_s=0.0)

@@ -213,6 +213,17 @@ def test_a_process_that_is_not_there_is_said(tmp_path):
         ProcessTree(7, proc=tmp_path)
 
 
+def test_children_that_replace_others_are_not_more_at_once(machine):
+    tree = machine.tree()
+    for pid in (101, 102, 103, 104):  # the last two at once
+        machine.run(pid, ROOT, name="worker")
+        if pid in (102, 103):
+            machine.end(pid - 1)
+        machine.look(tree)
+    assert tree.children()["worker"][0] == 4
+    assert tree.alive() == {"worker": (2, 5.0)}
+
+
 def test_a_real_child_that_has_ended_is_in_its_tree():
     tree = ProcessTree(with_root=False)
     busy = "import time\nt = time.process_time()\nwhile time.process_time() - t < 0.2: pass\nprint(time.process_time())"

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..advice import Advice
 from ..notes import name_several
-from ..recording import EVALUATION
+from ..recording import EVALUATION, CpuUse
 from ..timeline.columns import NONE, Timeline
 from ..timeline.link import Step
 from ..units import format_duration
@@ -84,12 +84,13 @@ def _add_workers(run: RunEvidence) -> str:
 def _advise_workers(run: RunEvidence) -> str:
     """Advise more workers if they are the limit and cores are free; otherwise cheaper loading."""
     use = run.cpu_use
-    count, seconds = use.children.get(WORKER, (0, 0.0)) if use is not None else (0, 0.0)
+    seconds = use.children.get(WORKER, (0, 0.0))[1] if use is not None else 0.0
+    count, lived_s = _count_workers(use) if use is not None else (0, 0.0)
     if use is None or not count:
         return "raise num_workers or prefetch_factor, or make the transforms cheaper"
     share = f"{count} workers have {seconds / use.cpu_s:.0%} of the CPU time" if use.cpu_s > 0 else f"{count} workers"
-    if use.over_s and seconds < WAITING_SHARE * count * use.over_s:
-        each = f"{count} workers use {seconds / count / use.over_s:.0%} of a core each: they wait (disk, network)"
+    if seconds < WAITING_SHARE * lived_s:
+        each = f"{count} workers use {seconds / lived_s:.0%} of a core each: they wait (disk, network)"
         crowded = ", or for a core that other programs have" if use.others_cores >= 0.5 * use.cores else ""
         return f"{each}{crowded}: raise num_workers and prefetch_factor, so that more of them wait at once"
     if count + 1 <= use.cores - 1:
@@ -98,6 +99,15 @@ def _advise_workers(run: RunEvidence) -> str:
         f"{share}, and {use.cores:g} cores are all in use: make the transforms cheaper (decode once, cache, smaller "
         "images); more num_workers or prefetch_factor would not help"
     )
+
+
+def _count_workers(use: CpuUse) -> tuple[int, float]:
+    """Return how many workers there were at once, and for how many seconds they lived, together.
+
+    A DataLoader starts new ones for every epoch. A file of before says only how many there were in all.
+    """
+    count = use.children.get(WORKER, (0, 0.0))[0]
+    return use.alive.get(WORKER, (count, count * (use.over_s or 0.0)))
 
 
 def check_children(run: RunEvidence) -> Advice | None:
@@ -281,7 +291,7 @@ def check_threads(run: RunEvidence) -> Advice | None:
     use = run.cpu_use
     if use is None or use.threads is None or use.waited_s is None or run.power is None or not _is_on_host(run):
         return None
-    workers = use.children.get(WORKER, (0, 0.0))[0]
+    workers, _ = _count_workers(use)
     seconds = run.power.seconds
     share = use.waited_s / seconds if seconds > 0 else 0.0
     saturated = use.cpu_s >= SATURATED * use.cores * seconds

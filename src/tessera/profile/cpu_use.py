@@ -93,6 +93,7 @@ class CpuUseCounter:
         use = CpuUse(
             cpu_s=cpu_s,
             children=self._tree.children(),
+            alive=self._tree.alive(),
             cores=count_cores(),
             threads=torch.get_num_threads() if torch is not None else None,
             waited_s=None if now_s is None or self._waited_s is None else now_s - self._waited_s,

@@ -12,6 +12,7 @@ import os
 import pwd
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,6 +145,8 @@ class ProcessTree:
         self._members: dict[int, ProcessStat] = {}  # a parent before its children
         self._counted_s: dict[int, float] = {}
         self._ended: dict[str, tuple[int, float]] = {}
+        self._alive: dict[str, tuple[int, float]] = {}
+        self._polled_s = clock()
         self._owed_s = 0.0
         self._gone_names: list[str] = []  # at the last poll: their parent may have waited for them after it
         self._own = OwnCpu(0.0, 0.0)
@@ -174,6 +177,7 @@ class ProcessTree:
             waited_s += now.children_s - (start.children_s if start else 0.0)
             self._counted_s.setdefault(pid, 0.0)
             self._counted_s[pid] += now.own_s - (start.own_s if start else 0.0)
+        self._note_alive()
         ended_s = sum(p.own_s + p.children_s for p in gone.values())
         for process in gone.values():
             self._add_ended(process.name, 1, self._counted_s.pop(process.pid, 0.0))
@@ -218,6 +222,18 @@ class ProcessTree:
                 count, seconds = totals.get(stat.name, (0, 0.0))
                 totals[stat.name] = (count + 1, seconds + self._counted_s[pid])
         return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
+
+    def alive(self) -> dict[str, tuple[int, float]]:
+        """Return the most children of each name at once, and for how many seconds they all lived, together."""
+        return dict(self._alive)
+
+    def _note_alive(self) -> None:
+        before_s, self._polled_s = self._polled_s, self._clock()
+        names = Counter(stat.name for pid, stat in self._members.items() if pid != self.root)
+        for name, count in names.items():
+            if name in self._alive or len(self._alive) < KEPT_NAMES:
+                most, lived_s = self._alive.get(name, (0, 0.0))
+                self._alive[name] = max(most, count), lived_s + count * (self._polled_s - before_s)
 
     def _add_ended(self, name: str, count: int, seconds: float) -> None:
         name = name if name in self._ended or len(self._ended) < KEPT_NAMES else SHORT_LIVED
