@@ -42,7 +42,7 @@ from tessera.report.energy import rows_table
 from tessera.report.html import prose
 from tessera.report.run import text
 from tessera.report.run_html import page
-from tessera.schema import Domain
+from tessera.schema import Domain, Hold
 from tessera.timeline.columns import Builder, Timeline
 from tessera.trace import PowerTrace
 from tessera.units import format_energy_error, format_error
@@ -545,6 +545,16 @@ def test_a_thinned_line_keeps_its_peaks() -> None:
     assert np.nanmax(thinned) == 9.0
     assert (np.diff(kept) > 0).all()
     assert np.isnan(thinned).any()
+
+
+def test_the_line_of_a_modelled_cpu_has_no_peak_shorter_than_its_resolution() -> None:
+    times = np.array([0, 100, 200, 201, 300]) * 1_000_000
+    cpu = dataclasses.replace(CPU, source="modelled", basis="modelled", hold=Hold.MEAN, resolution_s=0.1)
+    column = DomainSamples.of(cpu, times, np.array([math.nan, 2.0, 2.0, 20.0, 2.0]))  # a tick seen in 1 ms
+    power = PowerTrace({"cpu0": column}, start_ns=0, end_ns=300_000_000)
+    (line,) = overview(Builder().build(), power, {}, None).power
+    assert np.nanmax(line.values) < 2.5
+    assert np.nansum(np.diff(line.times_ns) * line.values[1:]) == pytest.approx(618e6)  # the same joules
 
 
 # -- other runs -----------------------------------------------------------------------------------------------------

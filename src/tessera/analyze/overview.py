@@ -122,7 +122,8 @@ def thin(times_ns: Ints, values: Floats, points: int = POINTS) -> tuple[Ints, Fl
 
 def _power(power: PowerTrace, start_ns: int) -> list[TrackLine]:
     out = []
-    for name, column in power.columns.items():
+    for name, samples in power.columns.items():
+        column = samples.at_resolution  # its peaks are those that `tessera analyze power` shows
         if not len(column.times_ns):
             continue
         moved = column.times_ns - (start_ns + column.lag_ns)
