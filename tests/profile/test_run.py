@@ -261,8 +261,10 @@ def test_a_signal_ends_it_and_the_run_is_written(tmp_path, script, number, code)
         assert "ended before it had imported torch" in notes and "did not import" not in notes
 
 
-def test_training_is_traced_by_its_optimizers_steps(tmp_path, script):
-    code, out, err = run(tmp_path, "--steps", "3:5", "--json", script(TRAIN))
+def test_training_is_traced_by_its_optimizers_steps_and_not_by_the_calls_whose_gradients_add_up(tmp_path, script):
+    calls = "for _ in range(3): model(torch.ones(4, 8)).sum().backward()"
+    train = TRAIN.replace("model(torch.ones(4, 8)).sum().backward()", calls)
+    code, out, err = run(tmp_path, "--steps", "3:5", "--json", script(train))
     assert code == 0, err
     said = json.loads(out)
     assert said["returncode"] == 0 and said["path"] == "runs/script.tessera" and "trained" in err

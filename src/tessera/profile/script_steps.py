@@ -71,6 +71,7 @@ class ScriptSteps:
         self._calls = RecurringCalls()
         self._called_ns = 0  # start of the call that began the last step
         self._returned_ns = 0  # end of the last outermost call
+        self._has_optimizer = False
         self._optimized = False
 
     def install(self) -> None:
@@ -147,17 +148,22 @@ class ScriptSteps:
             self._session.next_step_begins(now_ns)
             self._called_ns = now_ns
         begun_ns = self._calls.add(module, now_ns)
-        if begun_ns is None or self._optimized:
+        if begun_ns is None or self._optimized or self._accumulates():
             return
         if not self._session.steps:
             self._session.next_step_begins(begun_ns)  # modules that were called only once before are in no step
         self._session.end_step(now_ns)
         self._called_ns = now_ns
 
+    def _accumulates(self) -> bool:
+        """Return whether a call is a part of the first step of an optimizer, which adds up the gradients of several."""
+        return self._has_optimizer and bool(sys.modules["torch"].is_grad_enabled())
+
     def _module_returned(self) -> None:
         self._returned_ns = time.time_ns()
 
     def _optimizer_made(self) -> None:
+        self._has_optimizer = True
         if self._session._tracing is not None:
             self._session._tracing.expect_steps()
 
