@@ -19,6 +19,7 @@ be imported without IPython.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import shlex
 from dataclasses import dataclass, field
 from html import escape
@@ -114,8 +115,23 @@ def measure_cell(shell: Any, line: str, cell: str | None) -> CellEnergy:
     code = rest if cell is None else cell
     if not code.strip():
         raise ArgumentError("there is nothing to measure", fix=f"{_USAGE}, with code below it")
+    if _awaits(shell, code):
+        raise ArgumentError(
+            "%%energy cannot run a cell with await outside a function",
+            why="the notebook's event loop is running the magic itself",
+            fix="with tessera.monitor.energy_scope('cell') as energy: around the await, without the magic",
+        )
     work = {unit: n for unit in _UNITS if (n := getattr(options, f"{unit}s")) is not None}
     return _profile(shell, code, work, options.path) if options.profile else _measure(shell, code, work)
+
+
+def _awaits(shell: Any, code: str) -> bool:
+    """Return whether the code needs the event loop in which a notebook runs its cells."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False  # a terminal: IPython starts a loop for the cell
+    return hasattr(shell, "should_run_async") and bool(shell.should_run_async(code, transformed_cell=code))
 
 
 def _measure(shell: Any, code: str, work: dict[str, float]) -> CellEnergy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import time
@@ -107,6 +108,17 @@ def test_a_profiled_cell_has_a_table(shell: Shell, tmp_path: Path, monkeypatch: 
 def test_what_is_wrong_is_said(shell: Shell, line: str, cell: str | None, match: str) -> None:
     with pytest.raises(ArgumentError, match=match):
         shell.magics["energy"](line, cell)
+
+
+def test_a_cell_that_awaits_is_refused_where_the_loop_of_a_notebook_runs(shell: Shell) -> None:
+    shell.should_run_async = lambda code, *, transformed_cell: "await" in code  # type: ignore[attr-defined]
+
+    async def run_cell() -> Any:
+        assert not shell.magics["energy"]("", "time.sleep(0.05)").failed
+        return shell.magics["energy"]("", "await something()")
+
+    with pytest.raises(ArgumentError, match="cannot run a cell with await outside a function"):
+        asyncio.run(run_cell())
 
 
 def test_modelled_joules_say_so() -> None:
