@@ -404,6 +404,8 @@ def test_threads_beside_the_main_one_are_on_the_screen_and_in_the_advice() -> No
     assert "by 8 x ThreadPoolExecutor: threads whose operators are not traced" in advice.evidence
     assert "on the main thread" in advice.action
     assert threads_text(answer(program.recording(QUIET))) == ""
+    nothing = threads_text(answer(Program().pause(500.0).recording(use)))  # all operators are in other threads
+    assert "the only one whose operators can be traced" in nothing and "tables" not in nothing
 
 
 def test_time_between_operators_of_a_host_is_not_called_idle() -> None:

@@ -225,12 +225,13 @@ def threads_text(result: Answer) -> str:
     """Return what Python threads beside the main one used of the CPUs; "" if that is almost nothing."""
     use = result.cpu_use
     used = "" if use is None else _used_text(use, use.beside, result.beside_j)
-    where = (
-        "beside the main one"
-        if result.kernels
-        else "beside the main one, whose operators and functions the tables show"
-    )
-    return f"{where}: {used}" if used else ""
+    if result.kernels:
+        shown = ""
+    elif result.ops or result.functions:
+        shown = ", whose operators and functions the tables show"
+    else:
+        shown = ", the only one whose operators can be traced (run their work on it once to see them)"
+    return f"beside the main one{shown}: {used}" if used else ""
 
 
 def _used_text(use: CpuUse, used: Mapping[str, tuple[int, float]], used_j: float | None) -> str:
