@@ -469,3 +469,5 @@ def test_children_that_have_the_joules_between_operators_are_the_advice() -> Non
     assert "`tessera run` on their script" in advice["children"].action
     for few in ({"python": (2, 1.5)}, {"pt_data_worker": (2, 3.0)}):
         assert "children" not in program.advice(dataclasses.replace(busy, children=few))
+    some = program.advice(dataclasses.replace(busy, children={"python": (2, 1.5)}))["between operators"]
+    assert some.evidence.endswith(", and by child processes (2 x python), which are not traced")

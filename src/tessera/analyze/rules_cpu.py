@@ -115,15 +115,20 @@ def check_children(run: RunEvidence) -> Advice | None:
     use = run.cpu_use
     if use is None or not _is_on_host(run) or not use.cpu_s > 0:
         return None
-    children = {name: counted for name, counted in use.children.items() if name != WORKER}
-    share = math.fsum(seconds for _, seconds in children.values()) / use.cpu_s
+    names, share = _find_children(use)
     if share < CHILDREN_SHARE:
         return None
     joules = share * run.table.energy_j
-    names = name_several([f"{count} x {name}" for name, (count, _) in children.items()])
     evidence = f"child processes ({names}) use {share:.0%} of the CPU time, and are not traced"
     action = "profile their work alone: `tessera run` on their script, or on one that calls it in the main process"
     return run.advise("children", joules, evidence, action)
+
+
+def _find_children(use: CpuUse) -> tuple[str, float]:
+    """Return which children there were beside DataLoader workers, and their share of the CPU time."""
+    children = {name: counted for name, counted in use.children.items() if name != WORKER}
+    share = math.fsum(seconds for _, seconds in children.values()) / use.cpu_s if use.cpu_s > 0 else 0.0
+    return name_several([f"{count} x {name}" for name, (count, _) in children.items()]), share
 
 
 def advise_function(name: str, amount: str) -> tuple[str, str]:
@@ -160,6 +165,9 @@ def check_between_operators(run: RunEvidence) -> Advice | None:
         threads = name_several([f"{count} x {name}" for name, count in busy])
         evidence += f", and by {threads}: threads whose operators are not traced"
         action = "run that work on the main thread once, to see its operators"
+    names, share = _find_children(use) if use is not None else ("", 0.0)
+    if share > BESIDE_SHARE:
+        evidence += f", and by child processes ({names}), which are not traced"
     return run.advise(run.table.idle_name, joules, evidence, action)
 
 
