@@ -258,6 +258,13 @@ def test_a_sparse_product_is_of_its_nonzeros(multiply):
     assert max(spec.numel for op in graph.ops for spec in (*op.inputs, *op.outputs)) == 80_000
 
 
+def test_products_are_called_as_torch_lets_them_be_called():
+    def run(x):
+        return torch.matmul(input=x, other=x) + torch.mm(x, mat2=x) + x.matmul(other=x)
+
+    assert names(capture(run, torch.empty(8, 8))).count("mm") == 3
+
+
 def test_cells_of_autocast_multiply_in_its_format():
     def run(x):
         with torch.autocast("cuda", torch.bfloat16):

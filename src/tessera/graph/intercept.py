@@ -227,11 +227,12 @@ class _FusedCell(torch.autograd.Function):
         return None, None, *both(of_gates), of_state, *both(of_biases)
 
 
-def _product(recorder: Recorder, function: Callable[..., Any], a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+def _product(recorder: Recorder, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A product; a sparse matrix looks up rows of the other factor, scales them and adds them to the rows it names."""
-    count = a._nnz() if a.layout is torch.sparse_coo else getattr(a, "sparse_nnz", None)
-    if count is None or b.layout is not torch.strided or b.dim() != 2:
-        return function(a, b, *args, **kwargs)
+    a, b = args if len(args) == 2 else (None, None)
+    count = a._nnz() if getattr(a, "layout", None) is torch.sparse_coo else getattr(a, "sparse_nnz", None)
+    if count is None or not isinstance(b, torch.Tensor) or b.layout is not torch.strided or b.dim() != 2:
+        return function(*args, **kwargs)
     recorder.assume("a product of a sparse matrix is predicted as a look-up, a product and a sum of rows")
     columns, rows = (torch.empty(count, dtype=torch.int64, device="meta") for _ in range(2))
     values = torch.empty((count, 1), dtype=a.dtype, device="meta")
