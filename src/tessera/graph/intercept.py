@@ -229,7 +229,8 @@ class _FusedCell(torch.autograd.Function):
 
 def _product(recorder: Recorder, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A product; a sparse matrix looks up rows of the other factor, scales them and adds them to the rows it names."""
-    a, b = args if len(args) == 2 else (None, None)
+    factors: tuple[Any, Any] = (args[0], args[1]) if len(args) == 2 else (None, None)
+    a, b = factors
     count = a._nnz() if getattr(a, "layout", None) is torch.sparse_coo else getattr(a, "sparse_nnz", None)
     if count is None or not isinstance(b, torch.Tensor) or b.layout is not torch.strided or b.dim() != 2:
         return function(*args, **kwargs)

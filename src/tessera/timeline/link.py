@@ -135,8 +135,7 @@ def link(timeline: Timeline) -> Links:
     launch_ns = estimate_launches(timeline, aligned, steps, launch_ns)
     parent[calls], parent[device] = op[calls], op[device]
 
-    itself = np.arange(count)
-    root = climb(np.where(parent[itself] == NONE, itself, np.where(kind == CODE["op"], parent, itself)))
+    root = climb(np.where((parent != NONE) & (kind == CODE["op"]), parent, np.arange(count)))
     top_op = np.where(op == NONE, NONE, root[op])
     forward_op = _forward(timeline, ops, op, parent)
     origin = _origin(forward_op)
