@@ -50,7 +50,9 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
     parts: list[RenderableType] = [headline(table)]
     rows = table.top(top, view)
     if rows:
-        parts += [rows_table(rows, view, width=width, total=len(table.rows(view)), idle=idle_row(table, view))]
+        idle = idle_row(table, view)
+        below = [idle] if idle else []
+        parts += [rows_table(rows, view, width=width, total=len(table.rows(view)), below=below)]
         parts += legend(rows)
     else:
         parts.append(Text(f"the trace has no {view}", style="yellow"))
@@ -102,35 +104,31 @@ def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
     )
 
 
-def rest_row(answer: Answer, view: str, shown: int | None = None) -> EnergyRow | None:
-    """Return what the `shown` rows of a run without attribution leave: others, imports, time between operators."""
+def rest_rows(answer: Answer, view: str, shown: int | None = None) -> list[EnergyRow]:
+    """Return what the `shown` rows of a run without attribution leave: others; imports and time between operators."""
     if view == "lines":
         return _outside_lines(answer)
     if view not in ("ops", "kernels") or not answer.rest_j > 0:
-        return None
+        return []
     others = [] if shown is None else answer.rows(view)[shown:]
-    rest_j = answer.rest_j + math.fsum(r.energy_j for r in others)
-    return EnergyRow(
-        name=f"the rest, with {len(others)} more {view}" if others else "the rest",
-        kind="idle",
-        calls=0,
-        time_s=0.0,
-        energy_j=rest_j,
-        error_j=math.nan,
-        share=rest_j / answer.energy_j if answer.energy_j > 0 else 0.0,
-    )
+    others_j = math.fsum(r.energy_j for r in others)
+    left = {f"{len(others)} more {view}": others_j} if others else {}
+    return [
+        _unattributed(name, spent_j, answer.energy_j) for name, spent_j in (left | {"the rest": answer.rest_j}).items()
+    ]
 
 
-def _outside_lines(answer: Answer) -> EnergyRow | None:
+def _unattributed(name: str, energy_j: float, whole_j: float) -> EnergyRow:
+    share = energy_j / whole_j if whole_j > 0 else 0.0
+    return EnergyRow(name=name, kind="idle", calls=0, time_s=0.0, energy_j=energy_j, error_j=math.nan, share=share)
+
+
+def _outside_lines(answer: Answer) -> list[EnergyRow]:
     """Return what was used while no line of the user's own code was on the stack."""
-    own_j = math.fsum(r.energy_j for r in answer.lines)
-    rest_j = answer.whole.energy_j - own_j
+    rest_j = answer.whole.energy_j - math.fsum(r.energy_j for r in answer.lines)
     if not answer.lines or rest_j <= 0.001 * answer.whole.energy_j:
-        return None
-    share = rest_j / answer.whole.energy_j
-    return EnergyRow(
-        name="not in your code", kind="idle", calls=0, time_s=0.0, energy_j=rest_j, error_j=math.nan, share=share
-    )
+        return []
+    return [_unattributed("not in your code", rest_j, answer.whole.energy_j)]
 
 
 def group_letter(group: int | None) -> str:
@@ -150,13 +148,12 @@ def rows_table(
     *,
     width: int = WIDTH,
     total: int | None = None,
-    idle: EnergyRow | None = None,
     below: Sequence[EnergyRow] = (),
 ) -> Table:
     """Return rows with joules, share, watts, joules per call and calls; fewer columns on a narrow terminal.
 
     Rows whose joules were shared out by time are marked "~", and have neither watts nor joules per call.
-    `idle` and `below` come after the rows: the rest of the total.
+    `below` comes after the rows: the rest of the total.
     """
     table = open_table()
     more = f" ({len(rows)} of {total})" if total is not None and total > len(rows) else ""
@@ -172,7 +169,7 @@ def rows_table(
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     names = display_names(rows, view)
-    lines = [(row, _cells(row, wide=wide)) for row in [*rows, *([idle] if idle else []), *below]]
+    lines = [(row, _cells(row, wide=wide)) for row in [*rows, *below]]
     # Cut the names here, in the middle: rich would cut their ends, where they differ.
     widths = [max(len(c[i]) for _, c in lines) for i in range(len(headings))]
     numbers = sum(max(w, len(h)) + 2 for w, h in zip(widths, headings, strict=True))

@@ -21,7 +21,7 @@ from ..notes import kind_of
 from ..recording import CpuUse, Facts, Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import label_table, next_line
-from .energy import OWN, SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
+from .energy import OWN, SUMMARY_NOTE, WIDTH, idle_row, legend, rest_rows, rows_table
 from .job import job_text
 from .measure import SCOPES, busy_text, describe_exit
 from .predict import format_rate
@@ -324,16 +324,18 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
             hint = f": use tessera run {option}" if option else ""
             return [Text(f"no {by} were recorded{hint}", style="yellow")]
         total = len(table.steps if by == "steps" else result.rows(by))
-        idle = idle_row(table, by) or rest_row(result, by, len(rows))
+        idle = idle_row(table, by)
         about = [Text(LINES_NOTE, style="yellow")] if by in OWN else legend(rows)
-        below = result.outside_steps.rows if by == "steps" and result.outside_steps else ()
-        return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle, below=below), *about]
+        below = [idle] if idle else rest_rows(result, by, len(rows))
+        if by == "steps" and result.outside_steps:
+            below = list(result.outside_steps.rows)
+        return [Text(""), rows_table(rows, by, width=width, total=total, below=below), *about]
     for view in ("ops", "kernels"):
         all_rows = result.rows(view)
         if not all_rows:
             continue
         rows = list(all_rows[: top or (TOP if result.ops and result.kernels else 2 * TOP)])
-        lines = rows_table(rows, view, width=width, total=len(all_rows), idle=rest_row(result, view, len(rows)))
+        lines = rows_table(rows, view, width=width, total=len(all_rows), below=rest_rows(result, view, len(rows)))
         parts += [Text(""), lines, *legend(rows)]
     if result.modules:
         rows = list(result.modules[: top or 2 * TOP])
@@ -342,7 +344,7 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
     for view in OWN if result.lines else ():
         rows = list(result.rows(view)[: top or TOP])
         total = len(result.rows(view))
-        parts += [Text(""), rows_table(rows, view, width=width, total=total, idle=rest_row(result, view))]
+        parts += [Text(""), rows_table(rows, view, width=width, total=total, below=rest_rows(result, view))]
     if result.lines:
         parts.append(Text(LINES_NOTE, style="yellow"))
     if result.shared_by is not None and (result.ops or result.kernels):

@@ -11,7 +11,7 @@ from ..analyze.kernel_names import CATEGORIES, category, fit, fit_all, region_na
 from ..analyze.run_energy import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power
-from .energy import OWN, TITLES, display_names, group_letter, idle_row, rest_row, share_text
+from .energy import OWN, TITLES, display_names, group_letter, idle_row, rest_rows, share_text
 from .html import folding_table, number_cell, tabs_section
 from .html import table as html_table
 
@@ -49,8 +49,10 @@ def _known_steps(table: EnergyTable) -> list[EnergyRow]:
 
 def _view(table: EnergyTable, answer: Answer, all_rows: Sequence[EnergyRow], view: str) -> str:
     rows = list(all_rows[:ROWS])
-    idle = idle_row(table, view) or rest_row(answer, view)
-    below = answer.outside_steps.rows if view == "steps" and answer.outside_steps else [idle] if idle else []
+    idle = idle_row(table, view)
+    below = [idle] if idle else rest_rows(answer, view)
+    if view == "steps" and answer.outside_steps:
+        below = list(answer.outside_steps.rows)
     lines = [*rows, *below]
     lines = lines if view == "steps" else sorted(lines, key=lambda r: r.energy_j, reverse=True)
     display = display_names(rows, view)
