@@ -114,11 +114,11 @@ def rest_rows(answer: Answer, view: str, shown: int | None = None) -> list[Energ
     others_j = math.fsum(r.energy_j for r in others)
     left = {f"{len(others)} more {view}": others_j} if others else {}
     return [
-        _unattributed(name, spent_j, answer.energy_j) for name, spent_j in (left | {"the rest": answer.rest_j}).items()
+        _make_rest(name, spent_j, answer.energy_j) for name, spent_j in (left | {"the rest": answer.rest_j}).items()
     ]
 
 
-def _unattributed(name: str, energy_j: float, whole_j: float) -> EnergyRow:
+def _make_rest(name: str, energy_j: float, whole_j: float) -> EnergyRow:
     share = energy_j / whole_j if whole_j > 0 else 0.0
     return EnergyRow(name=name, kind="idle", calls=0, time_s=0.0, energy_j=energy_j, error_j=math.nan, share=share)
 
@@ -128,7 +128,7 @@ def _outside_lines(answer: Answer) -> list[EnergyRow]:
     rest_j = answer.whole.energy_j - math.fsum(r.energy_j for r in answer.lines)
     if not answer.lines or rest_j <= 0.001 * answer.whole.energy_j:
         return []
-    return [_unattributed("not in your code", rest_j, answer.whole.energy_j)]
+    return [_make_rest("not in your code", rest_j, answer.whole.energy_j)]
 
 
 def group_letter(group: int | None) -> str:
