@@ -5,7 +5,8 @@
 
 Calibrates as `tessera calibrate` does, without writing it to the user's folder. Then runs each case eagerly and lays two
 predictions beside what it took: with the shipped figures, and with the calibration of this host and board. Models come
-in the order of CASES.py until the limit. A case counts as host-bound if it waits for its launches
+in the order of CASES.py until the limit; the stored result has those that waited for their host when the seventh set was
+recorded, as many as there was time for. A case counts as host-bound if it waits for its launches
 (`host_ms`, the time of launching an iteration into an empty queue, is over 0.9 of it). No clock, limit or mode is changed.
 """
 
