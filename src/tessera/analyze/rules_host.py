@@ -141,13 +141,8 @@ def describe_idle(run: RunEvidence) -> Advice | None:
         tracer_s = min(run.tracing.idle_s, sum(g.time_s for g in run.gaps if g.during not in UNFED))
         evidence += f"; up to {format_duration(tracer_s, 3)} of it may be the tracer's"
     at_once = _launch_at_once(run)
-    action = (
-        START_UP
-        if most.during in UNFED
-        else at_once
-        if most.during == LAUNCHING
-        else _remedy(most.during, run.table.kernels)
-    )
+    action = at_once if most.during == LAUNCHING else _remedy(most.during, run.table.kernels)
+    action = START_UP if most.during in UNFED else action
     joules = sum(g.energy_j for g in run.gaps)
     saves = (joules * run.program_share, seconds * run.program_share)
     return run.advise("idle", joules, evidence, action, saves=saves, by="energy table", confidence="low")

@@ -151,8 +151,7 @@ def link(timeline: Timeline) -> Links:
         op=op, top_op=top_op, parent=parent, launch=launch, launch_ns=launch_ns, launch_thread=launch_thread,
         forward_op=forward_op, region=region, forward_region=np.where(origin == NONE, NONE, region[origin]),
         module=module, step=_open_steps(timeline, steps, launch_ns), steps=steps, twin=twin,
-        put_by=graph_call,
-        shapes=_shapes(timeline, op, device, aligned), ops=None if len(device) else nested_ops,
+        put_by=graph_call, shapes=_shapes(timeline, op, device, aligned), ops=None if len(device) else nested_ops,
     )  # fmt: skip
     return timeline.links
 
